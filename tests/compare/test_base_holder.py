@@ -131,7 +131,7 @@ signal.pause()
     assert comes_true(lambda: not is_running(pid))
 
 
-def arm(cfg, lr, method="luffy", **model):
+def lora_arm(cfg, lr, method="luffy", **model):
     return Arm(method, lr, 0, replace(cfg, model=replace(cfg.model, **model)))
 
 
@@ -149,15 +149,15 @@ def test_a_comparison_has_one_if_two_train_at_once(make_config, tmp_path, monkey
         assert started == closed
         return found
 
-    lora, full = [arm(cfg, lr) for lr in (1e-3, 3e-3)], arm(cfg, 1e-3, lora=None)
+    lora, full = [lora_arm(cfg, lr) for lr in (1e-3, 3e-3)], lora_arm(cfg, 1e-3, lora=None)
     assert room(lora).why == "--at-once, sharing the frozen weights" and started == [base]
     assert room([full, *lora]).holder is not None
-    for none in ([full, full], [full, lora[0]], [lora[0], arm(cfg, 1e-3, dtype="bfloat16")],
-                 [arm(cfg, lr, trust_remote_code=True) for lr in (1e-3, 3e-3)]):  # fmt: skip
+    for none in ([full, full], [full, lora[0]], [lora[0], lora_arm(cfg, 1e-3, dtype="bfloat16")],
+                 [lora_arm(cfg, lr, trust_remote_code=True) for lr in (1e-3, 3e-3)]):  # fmt: skip
         assert room(none).holder is None and not started
     assert room(lora, wanted=1).holder is None and not started
     assert room(lora, over=True).holder is None and not started
-    failed = room([arm(cfg, lr, path="bad/one") for lr in (1e-3, 3e-3)])
+    failed = room([lora_arm(cfg, lr, path="bad/one") for lr in (1e-3, 3e-3)])
     assert failed.holder is None and failed.environment() == {} and len(started) == 1
     assert failed.why == f"--at-once, the frozen weights cannot be shared: {tmp_path / base_holder.LOG}"
     assert (failed.trained, failed.evaluated) == (2, 2)
