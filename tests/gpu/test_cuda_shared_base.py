@@ -126,8 +126,14 @@ def assert_drawn_alike(ours, theirs, dtype):
     assert max(far) <= (1e-5 if dtype == "float32" else 0.02)
 
 
-@pytest.mark.parametrize("targets", ["all-linear", ["q_proj"]])  # of the second, gate and up are multiplied as one
-@pytest.mark.parametrize(("dtype", "quantize"), [("float32", None), ("bfloat16", None), ("bfloat16", "nf4")])
+@pytest.mark.parametrize(
+    ("dtype", "quantize", "targets"),
+    [
+        ("float32", None, "all-linear"),
+        ("bfloat16", None, ["q_proj"]),  # so gate and up are multiplied as one matrix, which lies in the shared memory
+        ("bfloat16", "nf4", "all-linear"),
+    ],
+)
 def test_two_trainings_have_one_base(saved, hold, trainings, dtype, quantize, targets):
     if quantize is not None:
         pytest.importorskip("bitsandbytes")
@@ -182,4 +188,4 @@ def test_trainings_of_the_command_line(make_config, hold, tmp_path):
         rows[name] = untimed_metrics(cfg)
         assert (cfg.folder / "checkpoints" / "step-000004" / "adapter").is_dir()
     first = [{k: v for k, v in rows[name][0].items() if k.startswith(("rollout/", "critic/"))} for name in rows]
-    assert first[0] == pytest.approx(first[1], rel=1e-4, abs=1e-5)
+    assert first[0] == pytest.approx(first[1], rel=1e-4, abs=1e-5, nan_ok=True)
