@@ -195,23 +195,31 @@ class ExtendLayout:
         self._store = store
         rows, self._count = positions.shape
         self._slots = torch.arange(rows, device=positions.device).repeat_interleave(self._count)
+        self._places = positions.flatten()
         self._masks: dict[tuple[int, int | None], Tensor] = {}
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
         rows, (tokens, heads, dim) = len(self.positions), query.shape
-        self._store.write(layer, key, value, self._slots, self.positions.flatten())
+        self._store.write(layer, key, value, self._slots, self._places)
         keys, values = self._store.read(layer, rows, self.span)
-        # [B, k, KV, G, D] -> [B, KV, k * G, D]: the new tokens of all heads that share a key head.
-        split = query.reshape(rows, self._count, keys.shape[1], -1, dim).transpose(1, 2)
-        mask = self._mask(split.shape[3], window)
-        out = F.scaled_dot_product_attention(split.flatten(2, 3), keys, values, attn_mask=mask, scale=scale)
-        return out.reshape(split.shape).transpose(1, 2).reshape(tokens, heads, dim)
+        shared = keys.shape[1]
+        # [B, k, KV, G * D] -> [B, KV, k * G, D]: the new tokens of all heads that share a key head. With one token a
+        # slot they lie so already, and a tiny model would notice the further views.
+        if self._count > 1:
+            query = query.reshape(rows, self._count, shared, -1).transpose(1, 2)
+        split, mask = query.reshape(rows, shared, -1, dim), self._mask(heads // shared, window)
+        out = F.scaled_dot_product_attention(split, keys, values, attn_mask=mask, scale=scale)
+        if self._count > 1:
+            out = out.reshape(rows, shared, self._count, -1).transpose(1, 2)
+        return out.reshape(tokens, heads, dim)
 
     def _mask(self, sharing: int, window: int | None) -> Tensor:
-        """[B, 1, k * G, span] bool: the cached positions each new token sees, for every head of a group."""
+        """[B, 1, k * G, span] bool: the cached positions each new token sees, for every head of a group; k = 1: for
+        all heads of a slot at once, [B, 1, 1, span]."""
         if (sharing, window) not in self._masks:
             seen = _seen(self.positions, self.span, window)
-            self._masks[sharing, window] = seen.repeat_interleave(sharing, dim=1)[:, None]
+            each = seen.repeat_interleave(sharing, dim=1) if self._count > 1 else seen
+            self._masks[sharing, window] = each[:, None]
         return self._masks[sharing, window]
 
 
