@@ -17,7 +17,7 @@ from luffy.kernels.paged import PAGE
 from luffy.models.forward import fused_decoder
 from luffy.rollout import NativeEngine
 from luffy.rollout.native import native_engine, paged_generation
-from luffy.rollout.native.paged_cache import PagePool
+from luffy.rollout.native.paged_cache import PagedCache, PagePool
 
 pytestmark = GPU_IF_THERE
 SMALL = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
@@ -151,6 +151,17 @@ def test_pieces_run_on_the_variable_length_kernel_with_the_models_window(monkeyp
     monkeypatch.setattr("luffy.models.attention.flash_kernel", lambda heads, trusted: None)
     assert_same_tokens(slots, NativeEngine(model, decoding="pages", prefill_tokens=32).generate(requests))
     assert set(windows) == {(-1, 0), (39, 0)}  # where every sequence is shorter than the window, there is none
+
+
+def test_a_layer_reads_the_pages_of_all_sequences_at_once(monkeypatch):
+    gathered, gather = [], PagedCache.gather
+    monkeypatch.setattr(PagedCache, "gather", lambda *args: gathered.append(args[1]) or gather(*args))
+    long = [3 + (7 * i) % 30 for i in range(150)]
+    requests = [make_request(long[:length], 4, seed=length) for length in (150, 70, 20)]
+    # 100 tokens; then 50 that go on and 50 of the second prompt; then 20 that go on and the third prompt.
+    slots, pages, _ = both(small(), requests, prefill_tokens=100)
+    assert_same_tokens(slots, pages)
+    assert gathered == [0, 1, 0, 1]
 
 
 def test_preempted_sequences_go_on_as_they_would_have(monkeypatch):
