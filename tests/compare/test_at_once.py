@@ -55,6 +55,7 @@ def test_shared_weights_are_counted_once(monkeypatch):
     staged = Arm("sft_rl", 1e-3, 0, load_config("tiny/sft_rl", {"model.device": "cpu", **lora}))
     assert shared_base([one, staged]) == shared
     assert at_once([one, staged], shared)[0] == 2, "the second stage begins with weights of its own"
+    assert shared_base([arm(**lora, **{"model.trust_remote_code": True})] * 2) is None
     full = arm()
     assert shared_base([one, full]) is None and at_once([one, one, replace(full, method="x")], shared)[0] == 1
 

@@ -89,6 +89,24 @@ def test_nobody_else_sees_what_a_process_writes(folders, shares):
     assert os.pread(file.number, 1 << 30, 0) == before
 
 
+def is_mapped(tensor, file):
+    """Whether a tensor lies in the file's memory."""
+    inode = f" {os.fstat(file.number).st_ino} "
+    places = [line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines() if inode in line]
+    return any(int(start, 16) <= tensor.data_ptr() < int(end, 16) for start, end in places)
+
+
+def test_only_frozen_parameters_lie_in_shared_memory(folders, shares):
+    """Not those that a training writes to, on a GPU for all to see, and not buffers, which a model may write to."""
+    file = shares(Base(str(folders["llama"]), "float32", "cpu"))
+    knobs = {"path": str(folders["llama"]), "dtype": "float32", "device": "cpu"}
+    adapted = load_policy(ModelConfig(**knobs, lora=LoraConfig(rank=2)), "cpu")
+    assert all(is_mapped(p, file) is not p.requires_grad for p in adapted.parameters())
+    assert [is_mapped(b, file) for b in adapted.buffers()] == [False] * 2
+    trained = load_policy(ModelConfig(**knobs), "cpu")
+    assert not any(is_mapped(tensor, file) for tensor in everything(trained).values())
+
+
 def test_four_bits(folders, shares):
     pytest.importorskip("bitsandbytes")
     base = Base(str(folders["qwen2"]), "float32", "cpu", four_bits=True)
