@@ -152,6 +152,9 @@ def test_a_comparison_has_one_if_two_train_at_once(make_config, tmp_path, monkey
     lora, full = [lora_arm(cfg, lr) for lr in (1e-3, 3e-3)], lora_arm(cfg, 1e-3, lora=None)
     assert room(lora).why == "--at-once, sharing the frozen weights" and started == [base]
     assert room([full, *lora]).holder is not None
+    for fit, evaluated in ((1, 1), (3, 2)):
+        monkeypatch.setattr(base_holder, "evaluations_at_once", lambda *_, fit=fit: fit)
+        assert room(lora).evaluated == evaluated
     for none in ([full, full], [full, lora[0]], [lora[0], lora_arm(cfg, 1e-3, dtype="bfloat16")],
                  [lora_arm(cfg, lr, trust_remote_code=True) for lr in (1e-3, 3e-3)]):  # fmt: skip
         assert room(none).holder is None and not started
