@@ -4,8 +4,10 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from builders import write_rows
@@ -16,7 +18,9 @@ from luffy.compare import base_holder, halving
 from luffy.compare.arms import Arm
 from luffy.compare.base_holder import BaseHolder, room_for
 from luffy.compare.halving import Asked, Halving, compare_methods
+from luffy.compare.state import ArmState
 from luffy.config import load_config
+from luffy.errors import UserError
 from luffy.models.shared import VARIABLE, Base, taken
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared on Linux alone")
@@ -204,6 +208,28 @@ def test_arms_end_as_they_do_with_weights_of_their_own(make_config, tmp_path, mo
         assert train_untimed(alone) == untimed_metrics(shared)
         ours, theirs = final_weights(shared), final_weights(alone)
         assert ours.keys() == theirs.keys() and all(ours[key].equal(theirs[key]) for key in ours)
+
+
+def test_loading_them_costs_the_budget_of_what_is_left(tmp_path, monkeypatch):
+    """A comparison that has nothing left to train or test is told so."""
+    clock, told, spent = [100.0], [], []
+
+    @contextmanager
+    def room(arms, wanted, folder, patience, over):
+        told.append(over)
+        clock[0] += 7.0
+        yield base_holder.Room(1, "", 1)
+
+    monkeypatch.setattr(halving, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(halving, "room_for", room)
+    monkeypatch.setattr(Halving, "run", lambda self: spent.append(self.state.spent))
+    cfg = load_config("tiny/luffy", {"out": str(tmp_path)})
+    asked = Asked(cfg, ["luffy"], [1e-3], 1, 60.0, tmp_path / "out")
+    for state in (ArmState(), ArmState(items={"p": 1.0}), ArmState(status="failed")):
+        monkeypatch.setattr(halving, "ArmState", lambda state=state: state)
+        with suppress(UserError):  # there is no table yet
+            compare_methods(asked, str)
+    assert spent == [7.0] * 3 and told == [False, True, True]
 
 
 def test_evaluations_have_a_room_of_their_own(monkeypatch, tmp_path):
