@@ -32,6 +32,7 @@ class Case:
     method: str | None = None
 
 
+HELD_OUT = "eval.hold_out=64"  # traces
 CASES = {
     "luffy": Case("good", ("train", "tiny/luffy"), well=True, method="luffy"),
     "hot": Case("optim.lr 30 times as high", ("train", "tiny/luffy", "optim.lr=1e-2")),
@@ -41,8 +42,12 @@ CASES = {
         "responses and traces cut off", ("train", "tiny/luffy", "rollout.max_tokens=40", "data.overlong_trace=truncate")
     ),
     "relift": Case("good", ("train", "tiny/relift"), well=True, method="relift"),
-    "sft": Case("good", ("sft", "tiny/sft"), well=True, method="sft"),
-    "sft-hot": Case("optim.lr 300 times as high", ("sft", "tiny/sft", "optim.lr=1e-1")),
+    "relift-hot": Case("optim.lr 30 times as high", ("train", "tiny/relift", "optim.lr=1e-2")),
+    "sft": Case("good", ("sft", "tiny/sft", HELD_OUT), well=True, method="sft"),
+    "sft-hot": Case("optim.lr 300 times as high", ("sft", "tiny/sft", HELD_OUT, "optim.lr=1e-1")),
+    "sft-few": Case(
+        "16 problems, optim.lr 10 times as high", ("sft", "tiny/sft", HELD_OUT, "data.limit=80", "optim.lr=3e-3")
+    ),
 }
 FIGURES = {
     "reward": (("luffy", "hot", "entropy", "no-signal", "cut-off"), (
@@ -50,9 +55,12 @@ FIGURES = {
     "policy": (("luffy", "hot", "entropy"), (
         ("actor/entropy_loss", "entropy"), ("response_length/mean", "length"),
         ("actor/off_policy_prob", "probability of trace tokens"))),
-    "sft": (("sft", "sft-hot"), (("actor/sft_loss", "sft loss"), ("val-core/accuracy", "held-out"))),
+    "sft": (("sft", "sft-hot", "sft-few"), (
+        ("actor/sft_loss", "sft loss"), ("val-traces/loss", "held-out loss"), ("val-core/accuracy", "held-out"))),
+    "buffer": (("relift", "relift-hot"), (("method/sft_buffer", "sft buffer"), ("critic/rewards/mean", "reward"))),
+    "steps": (("luffy", "no-signal"), (
+        ("perf/throughput", "trained tok/s"), ("batch/rejected", "groups without a signal"))),
 }  # fmt: skip
-ALONE = {"buffer": ("relift", (("method/sft_buffer", "sft buffer"), ("critic/rewards/mean", "reward")))}
 
 
 def train(name: str, out: Path) -> None:
@@ -86,9 +94,11 @@ def draw(
         ax.set(title=title, xlabel="step", xlim=(0, STEPS))
         ax.grid(alpha=0.25, linewidth=0.6)
         ax.spines[["top", "right"]].set_visible(False)
-        ax.set_ylim(bottom=min(0.0, ax.get_ylim()[0]))
-    if len(names) > 1:
-        legend_below(figure, axes[0])
+        if metric.endswith("loss"):
+            ax.set_yscale("log")  # losses that are too high would hide the others
+        else:
+            ax.set_ylim(bottom=min(0.0, ax.get_ylim()[0]))
+    legend_below(figure, axes[0])
     figure.savefig(IMAGES / f"healthy-{figure_name}.png", dpi=110)
 
 
@@ -102,8 +112,6 @@ def main() -> None:
     runs = {name: load_run(given.out / name) for name in CASES if (given.out / name / METRICS).is_file()}
     for figure, (names, metrics) in FIGURES.items():
         draw(figure, names, metrics, runs)
-    for figure, (name, metrics) in ALONE.items():
-        draw(figure, (name,), metrics, runs)
 
 
 if __name__ == "__main__":

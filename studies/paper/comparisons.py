@@ -104,7 +104,7 @@ def resource_figures(runs: Mapping[str, RunRecord]) -> Iterator[Figure]:
             "problems x samples), without rounds of a gate. A run that started from another run's model includes it."
         )
         drawn = tuple(panel for panel in panels if panel.series)
-        yield Figure("resources", "GPU hours and data", caption, "Table 2", drawn)
+        yield Figure("resources", "Hours and data", caption, "Table 2", drawn)
 
 
 def data_used(run: RunRecord, stages: int = 4) -> tuple[int, int]:
