@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from luffy.config.yaml_text import YAML_ERRORS, read_yaml
 from luffy.errors import UserError
 from luffy.evaluation.results import RESULT, read_result
 from luffy.files import as_object, json_object, write_atomically
@@ -24,6 +23,7 @@ from luffy.run_folder.changes import settings_at
 from luffy.run_folder.checkpoint import MANIFEST, Checkpoint, CheckpointStore, files_below, is_card
 from luffy.run_folder.layout import BEST, CARD, CONFIG, CURVES, DATA, EVAL_SAMPLES, SAMPLES
 from luffy.run_folder.runs import read_config, without_samples
+from luffy.yaml_text import YAML_ERRORS, read_yaml
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ import luffy
 
 ROOT = Path(luffy.__file__).parent
 BASE = {
-    "types", "errors", "files", "hub", "metrics", "plugins", "progress", "registry", "seeds", "web", "cli_help", "repository", "_version",
+    "types", "errors", "files", "hub", "metrics", "plugins", "progress", "registry", "seeds", "web", "cli_help", "repository", "yaml_text", "_version",
 }  # fmt: skip
 MAY_IMPORT = {
     "types": set(),
@@ -22,6 +22,7 @@ MAY_IMPORT = {
     "hub": set(),
     "cli_help": set(),
     "repository": {"errors"},
+    "yaml_text": {"errors"},
     "plugins": {"errors"},
     "registry": {"errors", "plugins", "schema"},
     "_version": set(),

@@ -18,7 +18,7 @@ COVERED_ELSEWHERE: dict[str, str] = {
     "luffy.config.knobs": "test_config.py",
     "luffy.config.parts": "test_registry.py",
     "luffy.config.recipes": "test_recipes.py",
-    "luffy.config.yaml_text": "test_config.py",
+    "luffy.yaml_text": "test_config.py",
     "luffy.compare.jobs": "compare/test_halving.py",
     "luffy.compare.picture": "compare/test_pages.py",
     "luffy.compare.state": "compare/test_halving.py",

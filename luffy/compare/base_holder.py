@@ -19,7 +19,7 @@ import torch
 
 from luffy.compare.arms import Arm
 from luffy.compare.at_once import at_once, evaluations_at_once, shared_base
-from luffy.compare.process import POLL_S, Job, Process
+from luffy.compare.process import POLL_S, Job, Process, module
 from luffy.models.forward import causal_lm, fused_decoder
 from luffy.models.load import read_model
 from luffy.models.shared import Base, MemoryFile, share
@@ -41,7 +41,7 @@ class BaseHolder:
         """Wait for the weights; whether they are there."""
         self.close()
         file = self._file = MemoryFile()
-        command = [sys.executable, "-m", "luffy.compare.base_holder", json.dumps(asdict(self.base))]
+        command = module("luffy.compare.base_holder", json.dumps(asdict(self.base)))
         process = self._process = Process(Job(command, self._log), {**ALLOCATOR, **file.environment})
         limit = time.monotonic() + self._patience
         while not file.is_written and process.poll() is None and time.monotonic() < limit:

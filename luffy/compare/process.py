@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from luffy.errors import UserError
+from luffy.plugins import python_flags
 from luffy.run_folder.layout import METRICS
 from luffy.run_folder.recorder import read_json_lines
 
@@ -121,7 +122,12 @@ def together(jobs: Sequence[Job], environment: Mapping[str, str] | None = None) 
 
 def luffy(*arguments: str) -> list[str]:
     """The command line of this installation."""
-    return [sys.executable, "-m", "luffy", *arguments]
+    return module("luffy", *arguments)
+
+
+def module(name: str, *arguments: str) -> list[str]:
+    """The command of a module."""
+    return [sys.executable, *python_flags(), "-m", name, *arguments]
 
 
 def reason(code: int, log: Path) -> str:

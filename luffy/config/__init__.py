@@ -18,8 +18,8 @@ from luffy.config.knobs import (
 )
 from luffy.config.recipes import PACKAGE, built_in_recipes, check_made_for, load_config, read_recipe, to_yaml
 from luffy.config.stages import Method, Stage, stages_of
-from luffy.config.yaml_text import parse_yaml
 from luffy.schema import build
+from luffy.yaml_text import parse_yaml
 
 __all__ = [
     "PACKAGE",

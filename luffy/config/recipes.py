@@ -13,10 +13,10 @@ import yaml
 from luffy.config.checks import Config, check_learns
 from luffy.config.legacy import merge, set_at, with_current_keys
 from luffy.config.stages import by_name, stages_of
-from luffy.config.yaml_text import YAML_ERRORS, check_size, parse_yaml, read_yaml
 from luffy.errors import ConfigError
 from luffy.plugins import load_plugins
 from luffy.schema import build, nearest, to_dict
+from luffy.yaml_text import YAML_ERRORS, check_size, parse_yaml, read_yaml
 
 PACKAGE = Path(__file__).parent.parent
 BUILT_IN_RECIPES = PACKAGE / "recipes"

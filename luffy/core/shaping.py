@@ -94,7 +94,9 @@ class Shape:
         self, name: str = "no_reshape", weight: float = 1.0, pow_exp: float = 0.5, gamma: float = 0.1, **settings: Any
     ) -> None:
         if not isinstance(gamma, int | float) or not 0 < gamma <= sys.float_info.max:
-            raise UserError(f"gamma of a shape must be a number above 0, got {gamma!r:.40}")
+            endless = isinstance(gamma, int) and abs(gamma) > sys.float_info.max  # Python may refuse to write it
+            got = "one beyond all floats" if endless else f"{gamma!r:.40}"
+            raise UserError(f"gamma of a shape must be a number above 0, got {got}")
         old = {"weight": weight, "pow_exp": pow_exp, "gamma": gamma}
         given = {key: OldSetting(value) for key, value in old.items()} | settings
         chosen = name if isinstance(name, Chosen) else SHAPES.read({"name": name, **given}, "")

@@ -22,10 +22,9 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import yaml
-
 from luffy.errors import DataError, UserError, how_to_install
 from luffy.files import alone, cache_folder, complete_or_nothing
+from luffy.yaml_text import YAML_ERRORS, read_yaml
 
 PREFIX = "reasoning_gym:"
 PACKAGE = "reasoning-gym"
@@ -62,15 +61,16 @@ def problem_file(path: str, held_out: bool) -> str:
 def _parsed(path: str) -> dict[str, Any]:
     """Family, size, seed, and the settings of the family."""
     family, *parts = re.split(r":(?=\w+=)", path.removeprefix(PREFIX))
+    path = f"{path:.100}"  # for errors
     if not family.isidentifier():
         raise DataError(f"{path}: write {PREFIX}FAMILY:size=1000:seed=0:SETTING=VALUE; only the family must be there")
     settings: dict[str, Any] = {}
     for part in parts:
         name, _, text = part.partition("=")
         try:
-            settings[name] = yaml.safe_load(text)
-        except yaml.YAMLError:
-            raise DataError(f"{path}: {text!r} is no YAML value of {name!r}; put quotes around it") from None
+            settings[name] = read_yaml(text, path)
+        except YAML_ERRORS:
+            raise DataError(f"{path}: {text!r:.100} is no YAML value of {name!r}; put quotes around it") from None
     found = {"size": settings.pop("size", 1000), "seed": settings.pop("seed", 0)}
     for name, least in (("size", 1), ("seed", 0)):
         if type(found[name]) is not int or found[name] < least:

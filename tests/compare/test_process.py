@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from luffy.compare import process
-from luffy.compare.process import Ended, Job, Process, spent_seconds, together
+from luffy.compare.process import Ended, Job, Process, luffy, module, spent_seconds, together
 
 STEPS = """
 import json, signal, sys, time
@@ -32,6 +32,19 @@ def script(tmp_path):
 def training(command, tmp_path, seconds, patience):
     (ended,) = together([Job(command, tmp_path / "log", patience, tmp_path, seconds)])
     return ended
+
+
+def test_a_file_of_the_current_folder_is_no_module_of_a_process_of_luffy(tmp_path, monkeypatch):
+    """`-m` would put the folder first on the path."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("luffy", "secrets", "json"):
+        (tmp_path / f"{name}.py").write_text(f"open('taken', 'a').write('{name}')")
+    monkeypatch.setenv("PYTHONPATH", str(Path(process.__file__).parents[2]))
+    ended, holder = together(
+        [Job(luffy("recipes"), tmp_path / "log"), Job(module("luffy.compare.base_holder", "{"), tmp_path / "holder")]
+    )
+    assert ended == Ended(True) and "tools/sft" in (tmp_path / "log").read_text()
+    assert "JSONDecodeError" in holder.why and not (tmp_path / "taken").exists()
 
 
 def test_it_is_stopped_at_its_seconds(script, tmp_path):

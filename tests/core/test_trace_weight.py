@@ -103,7 +103,11 @@ def test_a_shape_of_ones_own_may_compare():
     torch.testing.assert_close(trace_weight("test_old_ratio", P.log(), OLD.log()), P / OLD)
 
 
-@pytest.mark.parametrize("gamma", [0, 0.0, -0.1, float("nan"), float("inf"), 10**400, "0.1", None])
+# Python does not write integers of so many digits, so they have ids.
+ENDLESS = [pytest.param(sign * 10**6000, id=f"{sign} endless") for sign in (1, -1)]
+
+
+@pytest.mark.parametrize("gamma", [0, 0.0, -0.1, float("nan"), float("inf"), 10**400, "0.1", None, *ENDLESS])
 @pytest.mark.parametrize("name", ["luffy", "trapo", "exgrpo", "p_div_p_0.1"])
 def test_a_gamma_that_is_no_number_above_0_is_refused_in_one_line(name, gamma):
     with pytest.raises(UserError, match=r"^gamma of a shape must be a number above 0, got [^\n]{1,40}$"):
