@@ -12,6 +12,7 @@ from typing import Any, Literal
 from luffy.rewards.worker import describe
 
 Done = tuple[Hashable, Any]  # a key and the result of its call, or a Fault
+LOOK_S = 1.0  # how long one wait for a result lasts
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ class Workers:
         """Calls that have ended since the last time, in that order. ``block``: wait for one, if any is under way."""
         with self._lock:
             while block and not self._done and (self._waiting or self._running) and not self._closed:
-                self._ended.wait()
+                self._ended.wait(LOOK_S)  # Ctrl-C just before a wait without end would be heard after it alone
             done, self._done = self._done, []
             return done
 

@@ -173,6 +173,7 @@ def test_a_comparison_has_one_if_two_train_at_once(make_config, tmp_path, monkey
     assert len(closed) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantize", [None, "nf4"])
 def test_arms_end_as_they_do_with_weights_of_their_own(make_config, tmp_path, monkeypatch, quantize):
     """The weights are taken away once the holder has them, so no arm can load its own."""
