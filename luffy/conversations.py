@@ -1,6 +1,9 @@
 """Episodes with an environment: the engine draws a turn, the environment answers it, and so on to the end.
 
-    start -> [replay a teacher's turns] -> turn -> reply -> turn -> ... -> reward -> close
+    start -> [replay turns] -> turn -> reply -> turn -> ... -> reward -> close
+
+Turns that an episode begins with, a teacher's or the policy's own of an earlier step, are replayed: a new environment
+answers them, and must answer as recorded.
 
 The engine runs all the while (`Engine.serve`) and asks for requests that are ready. Every call of an environment is
 made by a thread under a time limit, so a slow one keeps no other episode waiting. Tokens are appended and never
@@ -12,7 +15,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from functools import cached_property
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -25,12 +29,26 @@ from luffy.environments.kinds import maker_for
 from luffy.environments.protocol import Environment, Maker, Reply, Turn
 from luffy.environments.workers import Fault, Workers
 from luffy.errors import ConfigError, DataError, UserError
-from luffy.guidance.plan import appended, extended, unwritten
+from luffy.guidance.plan import as_planned, extended, unwritten, with_reply
 from luffy.rollout.engine import Engine
-from luffy.types import Author, Completion, Episode, EpisodeOutcome, Finish, Group, Message, Request, Score
+from luffy.types import (
+    NO_LIMIT,
+    Author,
+    Completion,
+    Episode,
+    EpisodeOutcome,
+    Finish,
+    Group,
+    Message,
+    Request,
+    Score,
+    is_drawn,
+    spans,
+)
 
 CLOSING_S = 5.0  # how long a run that ends waits for its environments to close
 ENDS: dict[str, Finish] = {"answer": "stop", "turns": "length", "tokens": "length", "context": "length"}
+DIFFERS = "differs"  # the environment answered otherwise than recorded
 Span = tuple[int, int]
 
 
@@ -92,7 +110,8 @@ class Conversations(Scoring):
 
 @dataclass
 class Seat:
-    """An episode that is being played."""
+    """An episode that is being played. ``given``: what it begins with, and ``drawn_before`` how many of those tokens
+    the policy drew."""
 
     number: int
     episode: Episode
@@ -104,41 +123,59 @@ class Seat:
     rewards: list[float] = field(default_factory=list)
     reward: float | None = None
     messages: list[Message] = field(default_factory=list)  # all turns and replies
-    replayed: int = 0  # tokens that the environment has answered, with its replies
+    replaying: Literal["", "teacher", "policy"] = ""  # whose turn the environment answers once more
+    replayed: int = 0  # tokens that it has answered, with its replies
     trace_left_out: bool = False
+    observation: str = ""  # what it said first
+    given: Episode = field(init=False)
+    drawn_before: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.given, self.drawn_before = self.episode, self.episode.drawn
+
+    @cached_property
+    def replies(self) -> list[Span]:
+        """Of the environment, recorded in what the episode begins with."""
+        return spans(self.given.authors == Author.ENVIRONMENT)
 
     @property
     def turn_to_replay(self) -> Span | None:
-        """Start and end of the next turn of a trace that the environment has not answered."""
-        given, trace = self.episode.prefix and self.episode.token_ids.numel(), self.episode.trace
-        if self.replayed >= given or trace is None or (self.episode.finish is None and not trace.replies):
-            return None  # the last: a part of a single turn, which the policy goes on with
-        following = (start for start, _ in trace.replies if start > self.replayed)
-        return self.replayed, min(next(following, given), given)
+        """Start and end of the next turn that a new environment has not answered."""
+        whole = self.given.token_ids.numel()
+        start, end = self.replayed, next((start for start, _ in self.replies if start > self.replayed), whole)
+        return None if start >= whole or (end == whole and self.goes_on_in_its_turn) else (start, end)
+
+    @property
+    def goes_on_in_its_turn(self) -> bool:
+        """Whether the last of what it begins with is a part of a turn. Only a part of a trace of several turns, and a
+        whole trace, end with a whole turn."""
+        trace = None if self.drawn_before else self.given.trace
+        return trace is None or (self.given.finish is None and not trace.replies)
 
     @property
     def recorded_reply(self) -> Tensor:
-        """What the trace has behind the turn that was replayed; nothing behind its last one."""
-        assert self.episode.trace is not None
-        end = next((end for start, end in self.episode.trace.replies if start == self.replayed), 0)
-        return self.episode.token_ids[self.replayed : end]
+        """What is recorded behind the turn that was replayed; nothing behind the last one."""
+        end = next((end for start, end in self.replies if start == self.replayed), 0)
+        return self.given.token_ids[self.replayed : end]
 
     def outcome(self, end: str, message: str) -> EpisodeOutcome:
         return EpisodeOutcome(
             end, self.turns, self.calls, tuple(self.faults), self.reward, tuple(self.rewards), message,
-            tuple(self.messages), self.trace_left_out,
+            tuple(self.messages), self.trace_left_out, self.observation,
         )  # fmt: skip
 
 
 class Table:
     """Plays a number of episodes: what an engine serves. ``version``: of the policy; ``count(done, total)`` hears of
-    each episode that ends."""
+    each episode that ends; ``budget``: tokens that are drawn of an episode, which then goes on another time (None: any
+    number)."""
 
     def __init__(
-        self, rules: Conversations, episodes: Sequence[Episode], version: int, count: Callable[[int, int], None]
-    ) -> None:
-        self.rules, self.version, self.count = rules, version, count
-        self.seats = [Seat(i, episode) for i, episode in enumerate(episodes)]
+        self, rules: Conversations, episodes: Sequence[Episode], version: int, count: Callable[[int, int], None],
+        budget: int | None = None,
+    ) -> None:  # fmt: skip
+        self.rules, self.version, self.count, self.budget = rules, version, count, budget
+        self.seats = [_seat(i, episode) for i, episode in enumerate(episodes)]
         self._tasks = [episode.task for episode in episodes]  # without what an environment says first
         self.most, self.longest = len(self.seats), rules.longest
         self._workers = Workers(rules.cfg.at_once, rules.cfg.timeout_s)
@@ -175,7 +212,11 @@ class Table:
 
     def finish(self, number: int, completion: Completion) -> None:
         seat = self._asked[number]
-        seat.episode = extended(seat.episode, completion, self.version)
+        seat.replaying = ""
+        seat.episode = extended(seat.episode, completion, self.version, in_parts=self.budget is not None)
+        if seat.episode.finish is None and self._room(seat) > 0:
+            self._pause(seat)
+            return
         seat.turns += 1
         if completion.finish == "length":
             self._end(seat, "tokens")
@@ -187,8 +228,15 @@ class Table:
         return ended
 
     def _request(self, seat: Seat) -> Request:
-        room = self.rules.most_tokens - seat.episode.token_ids.numel()
-        return replace(seat.episode.request_for(room), conversation=seat.number)
+        most = min(self._room(seat), self._budget_left(seat))
+        return replace(seat.episode.request_for(most), conversation=seat.number)
+
+    def _room(self, seat: Seat) -> int:
+        """Tokens that the episode may still have."""
+        return self.rules.most_tokens - seat.episode.token_ids.numel()
+
+    def _budget_left(self, seat: Seat) -> int:
+        return NO_LIMIT if self.budget is None else self.budget + seat.drawn_before - seat.episode.drawn
 
     # --- the environments' side ---
 
@@ -234,23 +282,28 @@ class Table:
                 raise
             self._end(seat, "raised", str(error))
             return
-        seat.episode = replace(seat.episode, task=task)
+        if seat.given.outcome is not None and seat.given.outcome.observation != text:
+            self._begin_anew(seat)
+            return
+        seat.episode, seat.observation = replace(seat.episode, task=task), text
         self._go_on(seat)
 
     def _go_on(self, seat: Seat) -> None:
-        """Replay the next turn of a trace, or have the engine draw one."""
+        """Replay the next turn, or have the engine draw one."""
         if (span := seat.turn_to_replay) is None:
             self._ready.append(seat)
             return
         start, seat.replayed = span
+        is_own = bool(is_drawn(seat.given.authors[start : seat.replayed]).any())
+        seat.replaying, seat.turns = "policy" if is_own else "teacher", seat.turns + is_own
         self._submit_turn(seat, seat.episode.token_ids[start : seat.replayed])
 
     def _submit_turn(self, seat: Seat, token_ids: Tensor) -> None:
         turn = self.rules.turn(token_ids.tolist(), seat.episode.task.in_thought)
-        if not self._is_replaying(seat):
+        if seat.replaying != "teacher":
             seat.calls += len(turn.calls)
         seat.messages.append(Message("assistant", turn.text if turn.fault else turn.content, turn.calls))
-        if turn.fault and self.rules.cfg.on_bad_call == "end" and not self._is_replaying(seat):
+        if turn.fault and self.rules.cfg.on_bad_call == "end" and not seat.replaying:
             seat.faults.append("unreadable_call")
             self._end(seat, "bad_call", turn.fault)
             return
@@ -267,10 +320,10 @@ class Table:
 
     def _replied(self, seat: Seat, answered: tuple[Turn, Reply]) -> None:
         turn, reply = answered
-        seat.faults += () if self._is_replaying(seat) else reply.faults  # a teacher's are not the policy's
+        seat.faults += () if seat.replaying == "teacher" else reply.faults
         seat.rewards.append(self.rules.weight * (reply.reward or 0.0))
         is_over = reply.done or not reply.messages
-        if self._is_replaying(seat):
+        if seat.replaying:
             self._replayed(seat, reply, is_over)
         elif is_over:
             self._end(seat, "answer" if not turn.calls and not turn.fault else "environment")
@@ -291,24 +344,23 @@ class Table:
         if episode.sampling is not None and episode.drawn >= episode.sampling.max_tokens:
             self._end(seat, "tokens")
             return
-        seat.episode = appended(episode, ids, Author.ENVIRONMENT, torch.zeros(ids.numel()), finish=None)
+        seat.episode = with_reply(episode, ids)
         seat.messages += reply.messages
         seat.replayed = seat.episode.token_ids.numel()
-        self._ready.append(seat)
+        if self._budget_left(seat) > 0:
+            self._ready.append(seat)
+        else:
+            self._pause(seat)
 
-    # --- a teacher's turns ---
-
-    def _is_replaying(self, seat: Seat) -> bool:
-        return seat.turns == 0 and seat.replayed > 0
+    # --- turns that are replayed ---
 
     def _replayed(self, seat: Seat, reply: Reply, is_over: bool) -> None:
-        """The environment answered a teacher's turn: it must answer as the record has it."""
-        recorded, given = seat.recorded_reply, seat.episode.token_ids.numel()
-        is_last = seat.replayed == given
+        """The environment answered once more: it must answer as the record has it."""
+        recorded, is_last = seat.recorded_reply, seat.replayed == seat.given.token_ids.numel()
         if is_last and seat.episode.finish == "trace":
             self._end(seat, "trace")  # the whole trace
         elif is_over:
-            self._leave_trace_out(seat)
+            self._begin_anew(seat)
         elif is_last:
             self._append(seat, reply)
         elif recorded.tolist() == list(self.rules.encoder.reply_ids(reply.messages)):
@@ -316,19 +368,25 @@ class Table:
             seat.messages += reply.messages
             self._go_on(seat)
         else:
-            self._leave_trace_out(seat)
+            self._begin_anew(seat)
 
-    def _leave_trace_out(self, seat: Seat) -> None:
-        """The environment does not answer as the record says: the episode becomes one of the policy's own."""
-        episode = seat.episode
+    def _begin_anew(self, seat: Seat) -> None:
+        """The environment does not answer as the record says. An episode of an earlier step is drawn anew, which counts
+        as a fault; one that only begins with a trace becomes one of the policy's own."""
+        episode, task = seat.given, self._tasks[seat.number]
         if episode.sampling is None:  # there is nothing to draw it with
-            self._end(seat, "differs")
+            self._end(seat, DIFFERS)
             return
         self._close(seat)
-        own = replace(episode.sampling, max_tokens=episode.sampling.max_tokens + self._taken(episode))
-        fresh = unwritten(self._tasks[seat.number], episode.seed, own)
-        self.seats[seat.number] = left = Seat(seat.number, fresh, trace_left_out=True)
-        self._start(left)
+        if seat.drawn_before:
+            fresh = replace(as_planned(episode), task=task)
+            faults = [DIFFERS, *(fault for fault in seat.faults if fault == DIFFERS)]
+            new = Seat(seat.number, fresh, faults=faults, trace_left_out=seat.trace_left_out)
+        else:
+            own = replace(episode.sampling, max_tokens=episode.sampling.max_tokens + self._taken(episode))
+            new = Seat(seat.number, unwritten(task, episode.seed, own), trace_left_out=True)
+        self.seats[seat.number] = new
+        self._start(new)
 
     def _taken(self, episode: Episode) -> int:
         """Tokens of the limit that a prefix took; a whole trace took none."""
@@ -354,7 +412,14 @@ class Table:
 
     def _leave(self, seat: Seat, how: str, message: str = "") -> None:
         finish = "trace" if seat.episode.finish == "trace" else ENDS.get(how, "environment")
-        seat.episode = replace(seat.episode, outcome=seat.outcome(how, message), finish=finish)
+        self._free(seat, seat.outcome(how, message), finish)
+
+    def _pause(self, seat: Seat) -> None:
+        """The episode has had its budget and is not at its end."""
+        self._free(seat, seat.outcome("under_way", ""), None)
+
+    def _free(self, seat: Seat, outcome: EpisodeOutcome, finish: Finish | None) -> None:
+        seat.episode = replace(seat.episode, outcome=outcome, finish=finish)
         self._over += 1
         self._ended.append(seat.number)
         self._close(seat)
@@ -367,15 +432,23 @@ class Table:
                 self._workers.submit((seat.number, "closed"), seat.environment.close)
 
 
+def _seat(number: int, episode: Episode) -> Seat:
+    """The seat of an episode, which may go on from an earlier step."""
+    before = episode.outcome or EpisodeOutcome("")
+    faults = [fault for fault in before.faults if fault == DIFFERS]  # the others come again
+    return Seat(number, episode, faults=faults, trace_left_out=before.trace_left_out)
+
+
 def played(
     rules: Conversations,
     engine: Engine,
     episodes: Sequence[Episode],
     version: int = 0,
     count: Callable[[int, int], None] = lambda done, total: None,
+    budget: int | None = None,
 ) -> list[Episode]:
-    """The episodes, played to their end with an engine."""
-    with Table(rules, episodes, version, count) as table:
+    """The episodes, played with an engine to their end, or until ``budget`` tokens of each are drawn."""
+    with Table(rules, episodes, version, count, budget) as table:
         if episodes:
             engine.serve(table)
         return [seat.episode for seat in table.seats]
@@ -387,6 +460,13 @@ def replayed(rules: Conversations, traces: Sequence[Episode]) -> list[Episode]:
         left = table.take(wait=True)
         assert left is None, "a whole trace needs no engine"
         return [seat.episode for seat in table.seats]
+
+
+def as_seen(rules: Conversations, episode: Episode) -> Episode:
+    """A finished episode of an earlier step, with a task that has what its environment said first."""
+    if episode.outcome is None or not episode.outcome.observation:
+        return episode
+    return replace(episode, task=rules.encoder.with_observation(episode.task, episode.outcome.observation))
 
 
 def without_failures(rules: Conversations | None, group: Group) -> Group:

@@ -192,7 +192,7 @@ def _convert(value: Any, hint: Any, where: str) -> Any:
         if not isinstance(value, Mapping):
             raise ConfigError(f"'{where}' must be a mapping of keys, got {value!r}")
         return build(typing.cast(type, hint), value, where)
-    if origin is dict:
+    if origin in (dict, Mapping):
         if not isinstance(value, Mapping):
             raise ConfigError(f"'{where}' must be a mapping, got {value!r}")
         return {str(key): _convert(inner, get_args(hint)[1], _below(where, key)) for key, inner in value.items()}

@@ -208,6 +208,13 @@ def is_drawn(authors: Tensor) -> Tensor:
     return authors <= Author.GUIDE
 
 
+def spans(mask: Tensor) -> list[tuple[int, int]]:
+    """Start and end of each stretch of a mask."""
+    flags = [0, *mask.int().tolist(), 0]
+    edges = [place for place in range(len(flags) - 1) if flags[place] != flags[place + 1]]
+    return list(zip(edges[::2], edges[1::2], strict=True))
+
+
 @dataclass(frozen=True)
 class EpisodeOutcome:
     """What became of an episode with an environment. ``turn_rewards``: what each turn adds to the episode's reward, 0
@@ -219,6 +226,7 @@ class EpisodeOutcome:
         bad_call                 with environment.on_bad_call=end
         raised, timed_out        a failure of the environment
         trace, differs           a whole trace; one that the environment answered otherwise than recorded
+        under_way                the step's tokens are used up, and it goes on in the next step
     """
 
     end: str
@@ -230,6 +238,7 @@ class EpisodeOutcome:
     message: str = ""
     messages: tuple[Message, ...] = ()  # all turns and the replies to them, as texts and calls
     trace_left_out: bool = False  # the environment did not answer a trace as recorded, so the policy played anew
+    observation: str = ""  # what the environment said first
 
     @property
     def is_failure(self) -> bool:

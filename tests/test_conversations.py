@@ -17,9 +17,10 @@ from luffy.environments.call_formats import format_of, read_turn
 from luffy.environments.kinds import maker_for
 from luffy.environments.protocol import Reply
 from luffy.errors import ConfigError, DataError, UserError
-from luffy.guidance.plan import given, unwritten, whole_turns, without_hint
+from luffy.guidance.plan import Planner, given, unwritten, whole_turns, without_hint
 from luffy.rewards import Verifier
 from luffy.step.groups import environment_metrics, own_metrics, trace_scores
+from luffy.step.memory import InFlight, problems_of, state_of
 from luffy.step.play import Player
 from luffy.types import Author, Group, Message, Problem, Sampling, Score, ToolCall, Trace
 
@@ -820,3 +821,117 @@ def test_an_environment_that_is_made_too_late_is_closed():
     assert group.rollouts[0].outcome.end == "timed_out" and not made.is_set()
     may_go.set()
     assert made.wait(20)
+
+
+class Continuing(ScriptedEngine):
+    """Goes on within a turn."""
+
+    def __init__(self, tokenizer, write):
+        begin = "<|im_start|>assistant\n"
+
+        def rest(text):
+            before, _, said = text.rpartition(begin)
+            return write(before + begin)[len(said) :]
+
+        super().__init__(tokenizer, rest)
+
+
+def played_in_parts(rules, write, episode, budget):
+    """What becomes of an episode that gets so many tokens a step, and how many steps it takes."""
+    task, planner = episode.task, Planner(1, 1, Sampling(400), None, "first", 0)
+    for step in range(1, 1000):
+        (episode,) = played(rules, Continuing(TOKENIZER, write), [episode], step, budget=budget)
+        if episode.finish is not None:
+            return episode, step
+        assert episode.outcome.end == "under_way" and episode.drawn == budget * step
+        (kept,) = problems_of(state_of([InFlight.of(0, 0, 0, [episode])]))
+        (episode,) = kept.episodes(task, planner)
+    raise AssertionError("it does not end")
+
+
+@pytest.mark.parametrize("budget", [1, 7, 30, 61, 62, 63, 400])
+@pytest.mark.parametrize("environment", [Sums, Scored])
+def test_an_episode_in_parts_is_the_one_that_was_never_cut(budget, environment):
+    rules = make_rules(environment, max_reply_chars=100)
+
+    def write(text):
+        return call_text("shout") if "<tool_response>" not in text else adds(text.replace("!" * 100, "5"))
+
+    start = unwritten(rules.encoder.encode(make_problem("observe")), 3, Sampling(400))
+    (whole,) = played(rules, Continuing(TOKENIZER, write), [start], 1)
+    opened, closed = environment.opened, environment.closed
+    part, steps = played_in_parts(rules, write, start, budget)
+    assert (part.token_ids.tolist(), part.authors.tolist()) == (whole.token_ids.tolist(), whole.authors.tolist())
+    assert torch.equal(part.engine_log_probs, whole.engine_log_probs)
+    assert (part.outcome, part.finish, part.task) == (whole.outcome, whole.finish, whole.task)
+    assert part.outcome.faults == ("cut_answer",) and part.outcome.turns == 4
+    drawn = part.authors == Author.POLICY
+    expected = torch.arange(int(drawn.sum())) // budget + 1
+    assert torch.equal(part.versions[drawn], expected) and (part.versions[~drawn] == -1).all()
+    assert environment.opened - opened == environment.closed - closed == steps == -(-whole.drawn // budget)
+    assert (budget < 400) == (steps > 1)
+
+
+@pytest.mark.parametrize("ratio", [0.5, 1.0])
+def test_an_episode_in_parts_that_begins_with_a_trace(ratio):
+    rules = make_rules(Scored)
+    trace = Trace(messages=(
+        Message("assistant", "First:", (ToolCall("add", {"a": 2, "b": 3}),)), Message("tool", "5", name="add"),
+        Message("assistant", "It is 9."),
+    ))  # fmt: skip
+    task = rules.encoder.encode(make_problem(traces=(trace,)))
+    (demonstration,) = task.demonstrations
+    planner = Planner(1, 1, Sampling(400), None, "first", 0)
+    start = planner.planned(task, demonstration, int(ratio * len(demonstration.token_ids)), 3)
+    (whole,) = played(rules, Continuing(TOKENIZER, adds), [start], 1)
+    part, steps = played_in_parts(rules, adds, start, 11)
+    assert (part.token_ids.tolist(), part.authors.tolist()) == (whole.token_ids.tolist(), whole.authors.tolist())
+    assert part.outcome == whole.outcome and part.finish == whole.finish and part.prefix == whole.prefix > 0
+    assert (part.outcome.turns, part.outcome.calls) == ((0, 0) if ratio == 1 else (2, 1)), "the policy's own"
+    assert steps == (1 if ratio == 1 else -(-whole.drawn // 11))
+
+
+def test_an_episode_whose_environment_answers_otherwise_than_before_is_drawn_anew():
+    class Forgetful(Sums):
+        answers = iter(range(100))
+
+        def add(self, a: int, b: int) -> int:
+            """Add two numbers.
+
+            Args:
+                a: one
+                b: the other
+            """
+            return next(self.answers)
+
+    rules = make_rules(Forgetful)
+    write = lambda text: "Done." if "<tool_response>" in text else call_text("add", a=2, b=3)  # noqa: E731
+    start = unwritten(rules.encoder.encode(make_problem()), 3, Sampling(400))
+    engine = Continuing(TOKENIZER, write)
+    first = len(TOKENIZER(call_text("add", a=2, b=3))["input_ids"]) + 1
+    (cut,) = played(rules, engine, [start], 1, budget=first + 2)
+    assert cut.finish is None and spelled(cut.token_ids).endswith("assistant\nDo")
+    (anew,) = played(rules, engine, [replace(cut, task=start.task)], 2, budget=first + 2)
+    assert anew.finish is None and anew.drawn == first + 2 and anew.outcome.faults == ("differs",)
+    assert "<tool_response>2<" in spelled(anew.token_ids) and (anew.versions[anew.authors == Author.POLICY] == 2).all()
+    (ended,) = played(rules, engine, [replace(anew, task=start.task)], 3)
+    assert ended.outcome.faults == ("differs", "differs") and ended.outcome.end == "answer"
+    assert ended.outcome.turns == 2 and ended.outcome.calls == 1
+
+
+def test_an_episode_whose_environment_says_something_else_first_is_drawn_anew():
+    class Talkative(Sums):
+        said = iter(["one", "two", "two", "two"])
+
+        def reset(self, prompt, **row):
+            self.asked = []
+            return f" ({next(self.said)})"
+
+    rules = make_rules(Talkative)
+    start = unwritten(rules.encoder.encode(make_problem()), 3, Sampling(400))
+    engine = Continuing(TOKENIZER, lambda text: "It is 9.")
+    (cut,) = played(rules, engine, [start], 1, budget=5)
+    (anew,) = played(rules, engine, [replace(cut, task=start.task)], 2, budget=5)
+    assert anew.finish is None and anew.outcome.faults == ("differs",) and anew.outcome.observation == " (two)"
+    (ended,) = played(rules, engine, [replace(anew, task=start.task)], 3, budget=5)
+    assert ended.finish == "stop" and ended.versions.tolist() == [2] * 5 + [3] * 4

@@ -429,10 +429,7 @@ def _check_environment(c: Knobs) -> None:
     e = c.environment
     if e is None:
         return
-    others = {
-        "rollout.offpolicy_guidance.enable": (c.rollout.overrides is not None, False),
-        "rollout.max_tokens_per_step": (c.rollout.max_tokens_per_step, None),
-    }
+    others = {"rollout.offpolicy_guidance.enable": (c.rollout.overrides is not None, False)}
     _check_together(f"'environment' ({e.name}) plays several turns", others, "environment=null")
     if c.data.style not in ("chat", "paper"):
         raise ConfigError(f"'environment' ({e.name}) needs a chat template: set data.style=chat, not {c.data.style}")

@@ -137,16 +137,39 @@ def without_hint(episode: Episode) -> Episode:
     return replace(episode, task=task, authors=authors, prefix_ratio=1.0)
 
 
-def appended(episode: Episode, token_ids: Tensor, author: Author, log_probs: Tensor, **changes: Any) -> Episode:
-    """An episode with further tokens of one author; ``changes`` of its other fields."""
+def appended(
+    episode: Episode, token_ids: Tensor, authors: Tensor, log_probs: Tensor, versions: Tensor, **changes: Any
+) -> Episode:
+    """An episode with further tokens, and the version of the policy that drew each (-1: none did); ``changes`` of its
+    other fields."""
+    before = episode.token_versions
+    if before is None and bool((versions >= 0).any()):
+        before = torch.full((episode.token_ids.numel(),), -1)
     return replace(
         episode,
         token_ids=torch.cat([episode.token_ids, token_ids]),
-        authors=torch.cat([episode.authors, written_by(author, token_ids.numel())]),
+        authors=torch.cat([episode.authors, authors]),
         behavior_log_probs=torch.cat([episode.behavior_log_probs, log_probs]),
         engine_log_probs=torch.cat([episode.engine_log_probs, log_probs]),
+        token_versions=None if before is None else torch.cat([before, versions]),
         **changes,
     )
+
+
+def with_reply(episode: Episode, token_ids: Tensor) -> Episode:
+    """An episode that goes on behind what its environment answered."""
+    count = token_ids.numel()
+    authors, versions = written_by(Author.ENVIRONMENT, count), torch.full((count,), -1)
+    return appended(episode, token_ids, authors, torch.zeros(count), versions, finish=None)
+
+
+def as_planned(episode: Episode) -> Episode:
+    """The episode before the engine drew any of it: the tokens of its trace alone."""
+    trace = episode.trace
+    given = 0 if trace is None else round(episode.prefix_ratio * len(trace.token_ids))
+    names = ("token_ids", "authors", "behavior_log_probs", "engine_log_probs")
+    begun = {name: getattr(episode, name)[:given] for name in names}
+    return replace(episode, **begun, finish=None, policy_version=0, token_versions=None, outcome=None)
 
 
 def extended(episode: Episode, more: Completion, version: int, in_parts: bool = False) -> Episode:

@@ -21,7 +21,7 @@ from luffy.config import Config
 from luffy.files import check_regular, complete_lines, json_object, parse_line, whole_file
 from luffy.run_folder.layout import EVAL_SAMPLES, METRICS, SAMPLES
 from luffy.run_folder.trackers import Tracker, missing_package, start_tracker
-from luffy.types import Author, Episode, EpisodeOutcome, Group, Sample, Score, TokenView
+from luffy.types import Author, Episode, EpisodeOutcome, Group, Sample, Score, TokenView, spans
 
 DENSE = (",", ":")  # a list entry a token: the spaces between them would be a sixth of the file
 
@@ -208,7 +208,7 @@ def _head(step: int, problem: str, k: int, rollout: Episode, verdict: Score) -> 
 def _turns(authors: Tensor, calls: int | None, outcome: EpisodeOutcome | None = None) -> dict[str, Any]:
     """Numbers of an episode with an environment. ``turns``: a teacher's too, unlike those of the outcome. ``calls``: of
     a whole trace."""
-    replies = _spans(authors == Author.ENVIRONMENT)
+    replies = spans(authors == Author.ENVIRONMENT)
     if outcome is None and not replies:
         return {}
     after_last = not replies or replies[-1][1] < authors.numel()
@@ -220,7 +220,7 @@ def _turns(authors: Tensor, calls: int | None, outcome: EpisodeOutcome | None = 
 
 def _replies(authors: Tensor) -> dict[str, Any]:
     """Start and end of each stretch of tokens that an environment wrote."""
-    replies = _spans(authors == Author.ENVIRONMENT)
+    replies = spans(authors == Author.ENVIRONMENT)
     return {"replies": replies} if replies else {}
 
 
@@ -237,13 +237,6 @@ def _conversation(rollout: Episode) -> dict[str, Any]:
         **({"message": outcome.message} if outcome.message else {}),
         **({"trace_left_out": True} if outcome.trace_left_out else {}),
     }
-
-
-def _spans(marked: Tensor) -> list[list[int]]:
-    """Start and end of each run of marked tokens."""
-    flags = [0, *marked.int().tolist(), 0]
-    edges = [place for place in range(len(flags) - 1) if flags[place] != flags[place + 1]]
-    return [[start, end] for start, end in zip(edges[::2], edges[1::2], strict=True)]
 
 
 def _texts(group: Group, rollout: Episode, tokenizer: Any) -> dict[str, Any]:

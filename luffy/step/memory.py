@@ -10,9 +10,10 @@ It is the same on every rank, and in the checkpoint.
 
 from __future__ import annotations
 
+import json
 import math
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,9 +24,10 @@ from luffy.config import Config
 from luffy.config.knobs import ReplayConfig
 from luffy.data import ProblemSampler
 from luffy.guidance import Planner, given
-from luffy.guidance.plan import appended
+from luffy.guidance.plan import appended, as_planned
+from luffy.schema import build, to_dict
 from luffy.seeds import seed_of
-from luffy.types import Author, Demonstration, Episode, EpisodeOutcome, Finish, Task
+from luffy.types import Author, Demonstration, Episode, EpisodeOutcome, Finish, Task, spans, written_by
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,8 +64,8 @@ class Success:
     @property
     def as_trace(self) -> Demonstration:
         """The response as a trace, to be replayed as one."""
-        spans = () if self.replies is None else tuple(_spans(self.replies))
-        return Demonstration(tuple(self.token_ids.tolist()), tuple(self.log_probs.tolist()), spans)
+        replies = () if self.replies is None else tuple(spans(self.replies))
+        return Demonstration(tuple(self.token_ids.tolist()), tuple(self.log_probs.tolist()), replies)
 
 
 @dataclass(frozen=True)
@@ -216,12 +218,6 @@ def _prompt_of(success: Success) -> Tensor:
     return torch.empty(0, dtype=torch.int32) if success.prompt_ids is None else success.prompt_ids
 
 
-def _spans(mask: Tensor) -> Iterator[tuple[int, int]]:
-    """Start and end of each stretch of a mask."""
-    edges = torch.diff(mask.int(), prepend=torch.zeros(1).int(), append=torch.zeros(1).int()).nonzero().flatten()
-    yield from ((int(start), int(end)) for start, end in edges.view(-1, 2))
-
-
 def _rows(state: Mapping[str, Tensor], name: str) -> list[Any]:
     return state[name].tolist() if name in state else []
 
@@ -253,44 +249,51 @@ class InFlight:
     data, how often it was drawn before, the step that drew it, and its n responses. The same on every rank.
 
     A response begins with ``prefix`` tokens of the problem's trace number ``trace`` (-1: none). The streams hold the
-    tokens that the engine drew, response after response.
+    tokens behind it, response after response: those that the engine drew, and an environment's, which have no version
+    (-1). ``outcomes``: what became of each response in its environment; nothing where none has one.
     """
 
     row: int
     visit: int
     step: int
-    responses: Tensor  # [n, 5] long: trace, prefix, seed, place in FINISHES, number of drawn tokens
+    responses: Tensor  # [n, 5] long: trace, prefix, seed, place in FINISHES, number of tokens behind the prefix
     token_ids: Tensor  # [T] long
     log_probs: Tensor  # [T] float32
     versions: Tensor  # [T] long: of the policy that drew each token
+    outcomes: tuple[EpisodeOutcome | None, ...] = ()
 
     @staticmethod
     def of(row: int, visit: int, step: int, episodes: Sequence[Episode]) -> InFlight:
         responses, streams = [], []
         for episode in episodes:
             trace = -1 if episode.trace is None else episode.task.demonstrations.index(episode.trace)
-            finish = FINISHES.index(episode.finish)
-            responses.append((trace, episode.prefix, episode.seed, finish, episode.drawn))
-            if episode.drawn:
+            finish, given = FINISHES.index(episode.finish), as_planned(episode).token_ids.numel()
+            behind = episode.token_ids.numel() - given
+            responses.append((trace, given, episode.seed, finish, behind))
+            if behind:
                 assert episode.token_versions is not None
                 of_episode = episode.token_ids, episode.engine_log_probs, episode.token_versions
-                streams.append([stream[episode.prefix :] for stream in of_episode])
+                streams.append([stream[given:] for stream in of_episode])
         nothing = [torch.empty(0, dtype=dtype) for dtype in STREAMS.values()]
-        joined = [torch.cat(parts) for parts in zip(nothing, *streams, strict=True)]
-        return InFlight(row, visit, step, torch.tensor(responses), *joined)
+        ids, log_probs, versions = (torch.cat(parts) for parts in zip(nothing, *streams, strict=True))
+        outcomes = tuple(episode.outcome for episode in episodes)
+        every = outcomes if any(outcomes) else ()
+        return InFlight(row, visit, step, torch.tensor(responses), ids, log_probs, versions, every)
 
     def episodes(self, task: Task, planner: Planner) -> tuple[Episode, ...]:
         """The responses so far, planned as when the problem was drawn."""
         rows = self.responses.tolist()
         lengths = [drawn for *_, drawn in rows]
         streams = zip(*(s.split(lengths) for s in (self.token_ids, self.log_probs, self.versions)), strict=True)
+        outcomes = self.outcomes or (None,) * len(rows)
         return tuple(
             _continued(
                 planner.planned(task, None if trace < 0 else task.demonstrations[trace], prefix, seed),
                 FINISHES[finish],
+                outcome,
                 *of_response,
             )
-            for (trace, prefix, seed, finish, _), of_response in zip(rows, streams, strict=True)
+            for (trace, prefix, seed, finish, _), outcome, of_response in zip(rows, outcomes, streams, strict=True)
         )
 
     @property
@@ -303,28 +306,41 @@ class InFlight:
 
     @property
     def continued_tokens(self) -> int:
-        """Drawn tokens of the responses that go on: they are prefilled again, as the weights have changed."""
+        """Tokens behind the prefixes of responses that go on: they are prefilled again, as the weights have changed."""
         return int(self.responses[self.responses[:, 3] == 0, 4].sum())
 
 
-def _continued(begun: Episode, finish: Finish | None, ids: Tensor, log_probs: Tensor, versions: Tensor) -> Episode:
-    """A planned episode with tokens that earlier steps drew."""
+def _continued(
+    begun: Episode, finish: Finish | None, outcome: EpisodeOutcome | None, ids: Tensor, log_probs: Tensor,
+    versions: Tensor,
+) -> Episode:  # fmt: skip
+    """A planned episode with what earlier steps put behind it."""
+    begun = replace(begun, finish=finish, outcome=outcome)
     if not ids.numel():
-        return replace(begun, finish=finish)
-    every = torch.cat([torch.full((begun.prefix,), -1), versions])
-    changes = {"finish": finish, "policy_version": int(versions[-1]), "token_versions": every}
-    return appended(begun, ids, Author.POLICY, log_probs, **changes)
+        return begun
+    authors = written_by(Author.POLICY, ids.numel()).masked_fill(versions < 0, Author.ENVIRONMENT)
+    return appended(begun, ids, authors, log_probs, versions, policy_version=int(versions.max()))
 
 
 def state_of(problems: Sequence[InFlight]) -> dict[str, Tensor]:
-    """Tensors that `problems_of` takes; none without elements."""
+    """Tensors that `problems_of` takes; none without elements. ``outcomes`` are JSON as bytes, a list a problem."""
     if not problems:
         return {}
+    outcomes = json.dumps([to_dict(p.outcomes) for p in problems]) if any(p.outcomes for p in problems) else ""
     state = {
         "problems": torch.tensor([(p.row, p.visit, p.step, len(p.responses)) for p in problems]),
         **{name: torch.cat([getattr(p, name) for p in problems]) for name in ("responses", *STREAMS)},
+        "outcomes": torch.tensor(list(outcomes.encode()), dtype=torch.uint8),
     }
     return {name: tensor for name, tensor in state.items() if tensor.numel()}
+
+
+def outcomes_of(state: Mapping[str, Tensor], problems: int) -> list[tuple[EpisodeOutcome | None, ...]]:
+    """The outcomes of each problem in a `state_of`. Raises ValueError or ConfigError where they cannot be read."""
+    if "outcomes" not in state:
+        return [()] * problems
+    read = json.loads(bytes(state["outcomes"].tolist()))
+    return [tuple(None if one is None else build(EpisodeOutcome, one) for one in of_problem) for of_problem in read]
 
 
 def problems_of(state: Mapping[str, Tensor]) -> list[InFlight]:
@@ -335,9 +351,12 @@ def problems_of(state: Mapping[str, Tensor]) -> list[InFlight]:
     responses = state["responses"].split([count for *_, count in rows])
     lengths = [int(of_problem[:, 4].sum()) for of_problem in responses]
     streams = [state.get(name, torch.empty(0, dtype=dtype)).split(lengths) for name, dtype in STREAMS.items()]
+    outcomes = outcomes_of(state, len(rows))
     return [
-        InFlight(row, visit, step, *(tensor.clone() for tensor in tensors))
-        for (row, visit, step, _), *tensors in zip(rows, responses, *streams, strict=True)
+        InFlight(row, visit, step, of_row.clone(), ids.clone(), log_probs.clone(), versions.clone(), of_problem)
+        for (row, visit, step, _), of_row, ids, log_probs, versions, of_problem in zip(
+            rows, responses, *streams, outcomes, strict=True
+        )
     ]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from luffy.conversations import Conversations, played
+from luffy.conversations import Conversations, as_seen, played
 from luffy.guidance.plan import extended, unwritten
 from luffy.models.load import decode
 from luffy.rewards import Verifier
@@ -102,7 +102,7 @@ class Player:
         """Every episode to its end, or at most ``most`` tokens of each; a group of which one is not finished has no
         scores. If engine and verifier can, responses are scored while others are being drawn."""
         if self.conversations is not None:
-            return self._play_turns(self.conversations, planned)
+            return self._play_turns(self.conversations, planned, most)
         early = most is None and self.verifier.may_score_early
         if early and type(self.engine) is NativeEngine:  # others do not tell of each that ends
             return self._play_scoring_early(self.engine, planned)
@@ -110,26 +110,31 @@ class Player:
         with self.watch("rollout"):
             completions = self.engine.generate([episodes[i].request_for(most or NO_LIMIT) for i in asked], self.count)
             self._extend(episodes, zip(asked, completions, strict=True), in_parts=most is not None)
-        groups = regrouped(planned, episodes)
-        finished = [all(episode.finish is not None for episode in group) for group in groups]
-        with self.watch("reward"):
-            scored = iter(score(list(compress(groups, finished)), self.verifier, self.tokenizer))
-        pairs = zip(groups, finished, strict=True)
-        return [next(scored) if is_finished else Group(group[0].task, group, ()) for group, is_finished in pairs]
+        return self._scored(regrouped(planned, episodes), lambda groups: score(groups, self.verifier, self.tokenizer))
 
-    def _play_turns(self, rules: Conversations, planned: Episodes) -> list[Group]:
+    def _play_turns(self, rules: Conversations, planned: Episodes, most: int | None) -> list[Group]:
         """Episodes with an environment. A whole trace is played only if the environment has to score it."""
         episodes, asked = self._asked(planned)
         if rules.counts_reward:
-            asked = [i for i, episode in enumerate(episodes) if episode.sampling is not None]
+            asked = [i for i, e in enumerate(episodes) if e.sampling and (e.finish is None or e.outcome is None)]
         with self.watch("rollout"):
-            ended = played(rules, self.engine, [episodes[i] for i in asked], self.version, self.count)
+            ended = played(rules, self.engine, [episodes[i] for i in asked], self.version, self.count, most)
+        episodes = [as_seen(rules, episode) for episode in episodes]
         for i, episode in zip(asked, ended, strict=True):
             episodes[i] = episode
-        with self.watch("reward"):
-            groups = scored_by_both(regrouped(planned, episodes), self.verifier, self.tokenizer, rules)
+        groups = self._scored(
+            regrouped(planned, episodes), lambda whole: scored_by_both(whole, self.verifier, self.tokenizer, rules)
+        )
         # An episode's task has what its environment said first; the group's has not.
         return [replace(group, task=of_plan[0].task) for group, of_plan in zip(groups, planned, strict=True)]
+
+    def _scored(self, groups: Episodes, judge: Callable[[Episodes], list[Group]]) -> list[Group]:
+        """The groups with their scores; one that has an unfinished episode gets none."""
+        finished = [all(episode.finish is not None for episode in group) for group in groups]
+        with self.watch("reward"):
+            scored = iter(judge(list(compress(groups, finished))))
+        pairs = zip(groups, finished, strict=True)
+        return [next(scored) if is_finished else Group(group[0].task, group, ()) for group, is_finished in pairs]
 
     def _play_scoring_early(self, engine: NativeEngine, planned: Episodes) -> list[Group]:
         episodes, asked = self._asked(planned)

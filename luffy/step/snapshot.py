@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +11,12 @@ from torch import Tensor
 
 from luffy.config import Config
 from luffy.distributed.state import read_tensors, shard_whole
-from luffy.errors import UserError
+from luffy.errors import ConfigError, UserError
 from luffy.models.forward import causal_lm, text_config
 from luffy.run_folder.checkpoint import Checkpoint
 from luffy.run_folder.saved_state import REMEDY, Progress
 from luffy.schema import to_dict
-from luffy.step.memory import FINISHES, under_prefix
+from luffy.step.memory import FINISHES, outcomes_of, under_prefix
 from luffy.step.run_state import Run
 
 SFT = "sft/"  # begins the names of what belongs to the optimizer of sft_steps
@@ -194,6 +194,19 @@ class MemoryCheck:
             fits = self._is_prefix(row, trace, prefix) and 0 <= finish < len(FINISHES) and length >= 0
             self._require("under_way/responses", fits)
         self._streams("under_way/", sum(length for *_, length in responses), "versions")
+        self._outcomes([count for *_, count in problems])
+
+    def _outcomes(self, counts: Sequence[int]) -> None:
+        """Nothing, or one of each response, of each problem in which any has one."""
+        stored = self.tensors.get("under_way/outcomes", torch.empty(0, dtype=torch.uint8))
+        self._require("under_way/outcomes", stored.dtype == torch.uint8 and stored.ndim == 1)
+        try:
+            outcomes = outcomes_of(under_prefix(self.tensors, "under_way/"), len(counts))
+        except (ValueError, TypeError, ConfigError, RecursionError):
+            outcomes = []
+        lengths = [len(of_problem) for of_problem in outcomes]
+        fits = len(lengths) == len(counts) and all(n in (0, count) for n, count in zip(lengths, counts, strict=True))
+        self._require("under_way/outcomes", fits)
 
     def _streams(self, prefix: str, tokens: int, *more: str) -> None:
         """Token ids, log-probs and ``more`` of all responses, end to end; what has no elements is not saved."""

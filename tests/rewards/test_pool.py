@@ -170,7 +170,8 @@ class LostOnTheWay:
 @pytest.fixture
 def many_at_once(pool, monkeypatch):
     """The pool, whose messages are as large as they may be, however slow this machine is."""
-    monkeypatch.setattr(pool_module, "QUICK_S", float("inf"))
+    for bound in ("QUICK_S", "SLOW_S"):
+        monkeypatch.setattr(pool_module, bound, float("inf"))
     pool.wait_ready()
     pool.map([("echo", 0)] * 8 * pool_module.MOST_AT_ONCE)
     return pool
@@ -226,7 +227,6 @@ def test_a_call_is_two_messages_for_each_of_two_workers_and_none_is_too_long(man
 
 
 def test_messages_grow_when_full_ones_were_quick_and_are_one_item_after_a_slow_one(many_at_once, sizes, monkeypatch):
-    monkeypatch.setattr(pool_module, "SLOW_S", float("inf"))
     many = [("echo", 0)] * 64
     with monkeypatch.context() as patch:
         patch.setattr(pool_module, "QUICK_S", 0.0)

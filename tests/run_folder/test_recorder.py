@@ -207,7 +207,7 @@ def test_rows_of_episodes_tell_turns_calls_replies_and_faults():
     outcome = EpisodeOutcome("turns", 3, 2, ("unknown_tool",), 0.0, (0.0, 0.5), "why", trace_left_out=True)
     for row in rows_of_episode(episode([own, asked, asked, own, asked, own], outcome)):
         assert (row["turns"], row["calls"], row["end"], row["length"]) == (3, 2, "turns", 3)
-        assert row["replies"] == [[1, 3], [4, 5]] and row["faults"] == ["unknown_tool"]
+        assert row["replies"] == [(1, 3), (4, 5)] and row["faults"] == ["unknown_tool"]
         assert (row["environment_reward"], row["turn_rewards"], row["message"]) == (0.0, [0.0, 0.5], "why")
         assert row["trace_left_out"] is True
     plain, _ = rows_of_episode(episode([own, own], EpisodeOutcome("answer", 1)))
@@ -241,5 +241,5 @@ def test_rows_of_sft_leave_replies_out_of_the_teachers_tokens():
     zeros = torch.zeros(3)
     sample = Sample((65,), torch.tensor([66, 67, 68]), authors, zeros, zeros, zeros, zeros, zeros)
     (row,) = trace_rows(1, [sample], make_chat_tokenizer(), (), 0)
-    assert (row["off_policy"], row["replies"], row["turns"]) == ([1, 0, 1], [[1, 2]], 2)
+    assert (row["off_policy"], row["replies"], row["turns"]) == ([1, 0, 1], [(1, 2)], 2)
     assert (row["length"], row["off_policy_tokens"]) == (2, 2)

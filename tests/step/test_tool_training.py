@@ -29,8 +29,11 @@ from luffy.generate import generate_texts
 from luffy.prepare.teachers import local_teacher
 from luffy.prepare.traces import prepare_traces
 from luffy.rollout.native.scheduler import SequenceState
+from luffy.run_folder.checkpoint import Checkpoint
 from luffy.run_folder.recorder import read_json_lines
 from luffy.step import training_step
+from luffy.step.memory import under_prefix
+from luffy.step.snapshot import MemoryCheck
 from luffy.train.loop import Trainer
 from luffy.types import Author, Problem
 
@@ -198,6 +201,84 @@ def test_a_step_ahead_of_the_update(make_talking):
     assert rows[-1]["async/staleness/max"] == 1 and rows[-1]["environment/turns"] > 1
 
 
+IN_PARTS = {"n": 4, "max_tokens": 48, "max_tokens_per_step": 13}
+
+
+def of_problems(cfg):
+    """The responses to each problem, the first time it was drawn."""
+    found = {}
+    for row in samples(cfg):
+        found.setdefault(row["problem"], {}).setdefault(row["step"], []).append(row)
+    return {problem: next(iter(by_step.values())) for problem, by_step in found.items()}
+
+
+def test_episodes_in_parts_are_those_that_were_never_cut(make_talking):
+    """Under weights that do not move."""
+    settings = {"optim": {"lr": 1e-30}, "guidance": {"n_prefix": 1}, "record": {"samples": 99, "samples_every": 1}}
+    whole = make_talking(name="whole", train={"steps": 2}, **settings)
+    parts = make_talking(name="parts", train={"steps": 6}, rollout=IN_PARTS, **settings)
+    train(whole)
+    rows = train_untimed(parts)
+    expected, found = of_problems(whole), of_problems(parts)
+    assert len(expected) == 8
+    told = ("token_ids", "replies", "end", "turns", "calls", "environment_reward", "finish", "score", "text")
+    for problem, group in expected.items():
+        for ours, theirs in zip(found[problem], group, strict=True):
+            assert {k: ours.get(k) for k in told} == {k: theirs.get(k) for k in told}
+            drawn = [v for v in ours["versions"] if v >= 0]
+            assert all(drawn.count(version) <= 13 for version in drawn) and drawn == sorted(drawn)
+    several = [r for group in found.values() for r in group if len(set(r["versions"]) - {-1}) > 1 and r["turns"] > 1]
+    assert len(several) > 4, "episodes went on behind a reply"
+    assert rows[0]["rollout/under_way"] > 0 and rows[-1]["async/staleness/max"] > 0
+    assert all("environment/fault/differs" not in row for row in rows)
+
+
+def test_a_killed_run_of_episodes_in_parts_goes_on_as_if_nothing_had_happened(make_talking):
+    every = {"samples": 99, "samples_every": 1}
+    settings = {"rollout": IN_PARTS, "guidance": {"n_prefix": 1}, "record": every}
+    whole = make_talking(name="whole", train={"steps": 5}, **settings)
+    rows = train_untimed(whole)
+    train(make_talking(name="parts", train={"steps": 2}, **settings))
+    again = train_untimed(replace(whole, name="parts"))
+    assert_same_metrics(again, rows)  # log-probs of the engine round by who was drawn together
+    assert any(row["rollout/continued_tokens"] > 0 for row in rows[2:])
+    assert_same_weights(final_weights(replace(whole, name="parts")), final_weights(whole), tolerance=1e-4)
+    drawn = [[(r["token_ids"], r["versions"]) for r in samples(cfg)] for cfg in (whole, replace(whole, name="parts"))]
+    assert drawn[0] == drawn[1] and len(drawn[0]) > 8
+
+
+def test_ranks_agree_on_episodes_in_parts(make_talking):
+    settings = {"rollout": IN_PARTS, "train": {"steps": 4}}
+    alone, together = make_talking(name="alone", **settings), make_talking(name="two", launch="torchrun", **settings)
+    rows = train_untimed(alone)
+    run_ranks(2, train, together)
+    shared = [
+        "critic/score/mean",
+        "environment/turns",
+        "rollout/under_way",
+        "rollout/continued_tokens",
+        "actor/pg_loss",
+    ]
+    for ours, theirs in zip(untimed_metrics(together), rows, strict=True):
+        known = [k for k in shared if k in theirs]
+        assert {k: ours[k] for k in known} == pytest.approx({k: theirs[k] for k in known}, rel=1e-4, abs=1e-5)
+    assert_same_weights(final_weights(together), final_weights(alone), tolerance=1e-4)
+
+
+def test_outcomes_that_do_not_fit_are_refused_in_one_line(make_talking):
+    cfg = make_talking(rollout=IN_PARTS, train={"steps": 1})
+    train(cfg)
+    checkpoint = cfg.folder / "checkpoints" / "step-000001"
+    tensors = Checkpoint(checkpoint).tensors()
+    memory = under_prefix(tensors, "memory/")
+    MemoryCheck(memory, checkpoint, 12, 1000, None).run()
+    for odd in (b"[", b"[[]]", b"7", b"[[7]]", b'[[{"end": 3, "reward": "x"}]]', b"[" * 9999):
+        memory["under_way/outcomes"] = torch.tensor(list(odd), dtype=torch.uint8)
+        with pytest.raises(UserError, match="its memory/under_way/outcomes does not fit this run") as error:
+            MemoryCheck(memory, checkpoint, 12, 1000, None).run()
+        assert "\n" not in str(error.value)
+
+
 def test_held_out_problems_are_played_too(make_talking, chats):
     cfg = make_talking(data={"eval": chats}, train={"steps": 1})
     (row,) = train_untimed(cfg)
@@ -263,7 +344,6 @@ def test_the_gradient_of_several_turns_is_that_of_the_formula(make_talking, chat
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"rollout": {"max_tokens_per_step": 8}}, "'environment' .* does not go with 'rollout.max_tokens_per_step'"),
         (
             {"rollout": {"offpolicy_guidance": {"enable": True, "model_path": "m"}}},
             "does not go with 'rollout.offpolicy_guidance.enable'",
