@@ -26,22 +26,24 @@ def talking(tmp_path_factory):
     folder = tmp_path_factory.mktemp("talking")
     rows = [
         {"id": f"p{i}", "prompt": f"go {i}", "answer": "1", "traces": [TRACE, TRACE], "hints": ["a", "b", "c"]}
-        for i in range(8)
+        for i in range(4)
     ]
     return {
         "model": {"path": save_chat_model(folder / "model"), "device": "cpu"},
         "data": {"train": str(write_rows(folder / "chats.jsonl", rows)), "style": "chat", "max_prompt_tokens": 160},
         "reward": {"kind": "numeric", "workers": 1},
-        "rollout": {"n": 4, "max_tokens": 48, "slots": 24},
+        "rollout": {"n": 4, "max_tokens": 40, "slots": 24},
         "environment": {"name": "test_tool_training:Words", "max_turns": 3},
         "optim": {"lr": 1e-3},
-        "batch": {"problems": 4, "tokens": 1024},
+        "batch": {"problems": 2, "tokens": 1024},
         "train": {"steps": 1, "save_every": 1, "threads": 1},
         "record": {"tensorboard": False, "samples_every": 0},
     }
 
 
 NEEDS = {
+    "chord": lambda model: {"batch": {"problems": 4}},  # a fifth of two is none
+    "chord_phi": lambda model: {"batch": {"problems": 4}},
     "exgrpo": lambda model: {"train": {"steps": 3}, "replay": {"start": 0.0}},
     "relift": lambda model: {"train": {"steps": 2}, "sft_steps": {"buffer": 2}},
     "opd": lambda model: {"teacher": {"path": model}},
