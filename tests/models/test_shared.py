@@ -9,6 +9,7 @@ import pytest
 import torch
 from builders import ARCHITECTURES, make_model, make_request, make_tokenizer
 from children import in_children
+from torch import nn
 from trainings import final_weights, train_untimed
 
 from luffy.config.knobs import LoraConfig, ModelConfig
@@ -171,6 +172,28 @@ def test_what_is_not_there_is_loaded(folders, shares, monkeypatch, caplog):
     unfinished.close()
     monkeypatch.delenv(VARIABLE)
     assert taken(base) is None
+
+
+def test_a_file_says_that_it_is_written_when_all_of_it_is(folders, monkeypatch):
+    base, file, seen, bytes_in = Base(str(folders["llama"]), "float32", "cpu"), MemoryFile(), [], shared._bytes_in
+    monkeypatch.setattr(shared, "_bytes_in", lambda *where: seen.append(file.is_written) or bytes_in(*where))
+    share(read_model(base), base, file.environment)
+    assert seen and not any(seen) and file.is_written
+    file.close()
+
+
+def test_weights_that_are_parts_of_one_are_there_once(monkeypatch):
+    """As those of heads that a decoder has merged."""
+    whole, file, base = torch.randn(6, 4), MemoryFile(), Base("x", "float32", "cpu")
+    model = nn.ModuleList([nn.Linear(4, rows, bias=False) for rows in (4, 2)])
+    for module, part in zip(model, whole.split([4, 2]), strict=True):
+        module.weight = nn.Parameter(part, requires_grad=False)
+    share(model, base, file.environment)
+    monkeypatch.setenv(VARIABLE, file.environment[VARIABLE])
+    one, other = (module.weight for module in taken(base))
+    assert torch.equal(torch.cat([one, other]), whole)
+    assert one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+    file.close()
 
 
 def test_a_handle_of_a_process_that_ended_is_not_opened(folders, monkeypatch, shares):
