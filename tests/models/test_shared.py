@@ -11,11 +11,13 @@ from builders import ARCHITECTURES, make_model, make_request, make_tokenizer
 from children import in_children
 from torch import nn
 from trainings import final_weights, train_untimed
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from luffy.config.knobs import LoraConfig, ModelConfig
 from luffy.models import shared
 from luffy.models.four_bit import FourBitLinear, unpacked
 from luffy.models.load import load_model, read_model
+from luffy.models.plain import runs_plain
 from luffy.models.shared import VARIABLE, Base, MemoryFile, share, taken
 from luffy.rollout.native import NativeEngine
 from luffy.train.weights import Export, fingerprint, load_policy
@@ -76,6 +78,18 @@ def test_the_model_is_the_one_that_is_loaded(folders, shares, name, dtype):
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == model.config.tie_word_embeddings
     assert model.config.to_dict() == loaded.config.to_dict()
     assert model.generation_config.to_dict() == loaded.generation_config.to_dict()
+
+
+@pytest.mark.filterwarnings("ignore:.*its own forward pass")
+def test_a_model_that_luffys_attention_does_not_serve_runs_as_if_loaded(shares, tmp_path):
+    settings = {"vocab_size": 60, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1,
+                "num_attention_heads": 4, "num_key_value_heads": 2, "logit_scale": 0.3}  # fmt: skip
+    AutoModelForCausalLM.from_config(AutoConfig.for_model("cohere", **settings)).save_pretrained(tmp_path)
+    shares(Base(str(tmp_path), "float32", "cpu"))
+    models = [load_model(tmp_path, frozen=frozen) for frozen in (False, True)]
+    assert [runs_plain(model) for model in models] == [True, True]
+    logits = [model(torch.tensor([[5, 6, 7]])).logits for model in models]
+    assert torch.equal(*logits)
 
 
 def test_nobody_else_sees_what_a_process_writes(folders, shares):
