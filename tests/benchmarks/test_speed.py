@@ -192,6 +192,18 @@ def test_the_roofline_is_bytes_over_bandwidth():
     assert roofline_seconds(model, [], machine, 1) == 0
 
 
+def test_the_roofline_of_four_bits_reads_half_a_byte_a_weight():
+    pytest.importorskip("bitsandbytes")
+    full, four = (
+        trained_model("tiny", None, update_config(512, 8, "auto", False, 4, kind, "float32", "cpu"), "cpu")
+        for kind in ("", "nf4")
+    )
+    quantized = sum(math.prod(p.quant_state.shape) for p in four.parameters() if hasattr(p, "quant_state"))
+    machine = Machine("made up", 1.0, bandwidth=1000.0)
+    spared = roofline_seconds(full, [Response(4, 2)], machine, 1) - roofline_seconds(four, [Response(4, 2)], machine, 1)
+    assert spared * 1000 == pytest.approx((4 - 0.5) * quantized) and quantized > 0
+
+
 def test_overlapping_kernels_count_once():
     assert step.covered([(0, 2), (1, 3), (5, 6), (5, 5.5)]) == 4
     assert step.covered([]) == 0
