@@ -26,8 +26,9 @@ def base_of(model: ModelConfig) -> Base | None:
 
 
 def shared_base(arms: Sequence[Arm]) -> Base | None:
-    """The weights that the most arms begin with; None if no two of them begin with the same."""
-    bases = [base_of(_trainings(arm)[0][0].model) for arm in arms]
+    """The weights that the most arms begin with; None if no two of them begin with the same. A training of several
+    processes shards its own."""
+    bases = [base_of(_trainings(arm)[0][0].model) for arm in arms if arm.cfg.launch == "local"]
     common = Counter(base for base in bases if base is not None).most_common(1)
     return common[0][0] if common and common[0][1] > 1 else None
 

@@ -70,11 +70,11 @@ def _parsed(path: str) -> dict[str, Any]:
         try:
             settings[name] = read_yaml(text, path)
         except YAML_ERRORS:
-            raise DataError(f"{path}: {text!r:.100} is no YAML value of {name!r}; put quotes around it") from None
+            raise DataError(f"{path}: {text!r:.100} is no YAML value of {name!r:.100}; put quotes around it") from None
     found = {"size": settings.pop("size", 1000), "seed": settings.pop("seed", 0)}
     for name, least in (("size", 1), ("seed", 0)):
         if type(found[name]) is not int or found[name] < least:
-            raise DataError(f"{path}: {name} must be a whole number of at least {least}, got {found[name]!r}")
+            raise DataError(f"{path}: {name} must be a whole number of at least {least}, got {found[name]!r:.100}")
     return {"family": family, **found, "config": settings}
 
 

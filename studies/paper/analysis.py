@@ -2,7 +2,7 @@
 
 always              shaping function and gradient weight               Figure 2, middle and right
 training runs       reward, length, entropy; ratio of clipped tokens   Figures 2 (left), 5, 8 and 11
-                    Hours and data                                 Table 2
+                    hours and data                                     Table 2
 evaluations         lengths of right and wrong answers                 Figure 10
                     mean accuracies                                    Figure 3; Tables 1, 3 and 4
 of 2 gammas         accuracy over gamma                                Figure 9

@@ -9,15 +9,16 @@ import torch
 from bench import step
 from bench.kernels import top_kernels
 from bench.lengths import Lognormal, waiting_seconds
-from bench.limits import Response, roofline_seconds, update_flops
+from bench.limits import Response, limit_memory, roofline_seconds, update_flops
 from bench.models import random_model
 from bench.rollout import RolloutRun
-from bench.update import checkpointing_knob
+from bench.update import checkpointing_knob, trained_model, update_config
 from typer.testing import CliRunner
 
 from benchmarks.speed import _as_shown
 from luffy.cli import app
 from luffy.errors import UserError
+from luffy.models.four_bit import FourBitLinear
 from luffy.models.machine import Machine
 
 
@@ -93,6 +94,23 @@ def test_four_bits_count_as_the_weights_they_stand_for(tmp_path):
         (row,) = written["rows"]
         flops.append(row["mfu"] * row["seconds"] * written["machine"]["flops"])
     assert flops[0] == pytest.approx(flops[1])
+
+
+def test_what_is_updated_has_adapters_on_four_bits():
+    pytest.importorskip("bitsandbytes")
+    cfg = update_config(512, 8, "auto", False, 4, "nf4", "float32", "cpu")
+    model = trained_model("tiny", None, cfg, "cpu")
+    assert any(isinstance(module, FourBitLinear) for module in model.modules())
+    assert {name.split(".")[-3] for name, p in model.named_parameters() if p.requires_grad} == {"lora_A", "lora_B"}
+
+
+def test_a_limit_of_memory_is_in_gib_and_at_most_all(monkeypatch):
+    limits = []
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 80 * 2**30))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", limits.append)
+    for gib in (24, None, 141):
+        limit_memory("cuda", gib)
+    assert limits == [0.3, 1.0]
 
 
 @pytest.mark.parametrize(
@@ -172,6 +190,18 @@ def test_the_roofline_is_bytes_over_bandwidth():
     read = weights - 512 * 64 * 4
     assert roofline_seconds(model, uneven, machine, 1) == pytest.approx((4 * read + cached * per_token) / 1000)
     assert roofline_seconds(model, [], machine, 1) == 0
+
+
+def test_the_roofline_of_four_bits_reads_half_a_byte_a_weight():
+    pytest.importorskip("bitsandbytes")
+    full, four = (
+        trained_model("tiny", None, update_config(512, 8, "auto", False, 4, kind, "float32", "cpu"), "cpu")
+        for kind in ("", "nf4")
+    )
+    quantized = sum(math.prod(p.quant_state.shape) for p in four.parameters() if hasattr(p, "quant_state"))
+    machine = Machine("made up", 1.0, bandwidth=1000.0)
+    spared = roofline_seconds(full, [Response(4, 2)], machine, 1) - roofline_seconds(four, [Response(4, 2)], machine, 1)
+    assert spared * 1000 == pytest.approx((4 - 0.5) * quantized) and quantized > 0
 
 
 def test_overlapping_kernels_count_once():

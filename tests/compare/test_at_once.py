@@ -1,5 +1,6 @@
 """How many trainings run side by side: by memory, by cores, and a number that divides the arms."""
 
+import sys
 from dataclasses import replace
 
 import pytest
@@ -17,7 +18,10 @@ from luffy.compare.at_once import (
 )
 from luffy.config import load_config
 from luffy.dry_run.place import Place, Renting
+from luffy.models.machine import pick_device
 from luffy.models.shared import Base
+
+ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="shared on Linux alone")
 
 
 def arm(**changes):
@@ -39,6 +43,7 @@ def test_by_memory(monkeypatch, free, most):
     assert at_once([arm()])[0] == most
 
 
+@ON_LINUX
 def test_shared_weights_are_counted_once(monkeypatch):
     gib = 2**30
     gpu = replace(Place.with_gpu("h200", "an H200"), free=33 * gib)
@@ -56,8 +61,37 @@ def test_shared_weights_are_counted_once(monkeypatch):
     assert shared_base([one, staged]) == shared
     assert at_once([one, staged], shared)[0] == 2, "the second stage begins with weights of its own"
     assert shared_base([arm(**lora, **{"model.trust_remote_code": True})] * 2) is None
+    rounded = replace(arm(**lora, **{"model.dtype": "bfloat16"}), method="x")
+    assert at_once([one, one, rounded], shared)[0] == 2, "that one begins with weights of its own"
     full = arm()
     assert shared_base([one, full]) is None and at_once([one, one, replace(full, method="x")], shared)[0] == 1
+
+
+@ON_LINUX
+def test_the_weights_that_most_arms_begin_with_are_shared():
+    often, once = (arm(**{"model.lora": {"rank": 4}, "model.path": path}) for path in ("x/often", "x/once"))
+    for arms in ([once, often, often], [often, once, often], [often, often, once]):
+        assert shared_base(arms) == Base("x/often", "float32", "cpu")
+
+
+@ON_LINUX
+def test_trainings_of_several_processes_share_no_weights():
+    lora = {"model.lora": {"rank": 4}}
+    assert shared_base([arm(**lora)] * 2) is not None
+    assert shared_base([arm(**lora, launch="torchrun", **{"parallel.workers": 2})] * 2) is None
+
+
+@ON_LINUX
+def test_shared_weights_lie_where_trainings_ask_for_them():
+    base = shared_base([arm(**{"model.lora": {"rank": 4}, "model.device": "auto"})] * 2)
+    assert base is not None and base.device == pick_device("auto")
+
+
+@ON_LINUX
+def test_one_is_evaluated_at_a_time_where_its_memory_is_not_known():
+    one = arm(**{"model.lora": {"rank": 4}, "model.path": "someone/nameless"})
+    shared = shared_base([one, one])
+    assert shared is not None and evaluations_at_once([one, one], shared) == 1
 
 
 def test_the_weights_that_are_shared_are_those_of_the_estimate():

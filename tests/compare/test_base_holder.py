@@ -14,12 +14,14 @@ from builders import write_rows
 from processes import comes_true, is_running
 from trainings import final_weights, train_untimed, untimed_metrics
 
+from luffy.compare import at_once as rules
 from luffy.compare import base_holder, halving
 from luffy.compare.arms import Arm
 from luffy.compare.base_holder import BaseHolder, room_for
 from luffy.compare.halving import Asked, Halving, compare_methods
 from luffy.compare.state import ArmState
 from luffy.config import load_config
+from luffy.dry_run.place import Place, Renting
 from luffy.errors import UserError
 from luffy.models.shared import VARIABLE, Base, taken
 
@@ -116,6 +118,27 @@ def test_one_that_is_lost_is_started_again(tmp_path, holder, stand_in, monkeypat
     assert not is_running(last)
 
 
+def test_one_that_is_started_again_leaves_nothing_of_the_first(holder, stand_in, monkeypatch):
+    monkeypatch.setattr(sys, "executable", str(stand_in))
+    one = holder(GPU)
+    assert one.start()
+    first, files = number_of(one), len(os.listdir("/proc/self/fd"))
+    assert one.start()
+    assert not is_running(first) and len(os.listdir("/proc/self/fd")) == files
+
+
+def test_its_memory_can_be_opened_whatever_allocator_the_user_has(holder, stand_in, monkeypatch):
+    """Segments that expand have no handles of CUDA IPC."""
+    names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+    for name in names:
+        monkeypatch.setenv(name, "expandable_segments:True")
+    monkeypatch.setattr(sys, "executable", str(stand_in))
+    one = holder(GPU)
+    assert one.start()
+    of_it = Path(f"/proc/{number_of(one)}/environ").read_text().split("\0")
+    assert {f"{name}=expandable_segments:False" for name in names} <= set(of_it)
+
+
 def test_it_ends_with_a_comparison_that_is_killed(tmp_path, stand_in):
     code = f"""
 import sys, signal
@@ -171,6 +194,21 @@ def test_a_comparison_has_one_if_two_train_at_once(make_config, tmp_path, monkey
     with pytest.raises(KeyboardInterrupt), room_for(lora, 2, tmp_path, 60.0, over=False):
         raise KeyboardInterrupt
     assert len(closed) == 2
+
+
+def test_more_train_at_once_only_where_they_do_share(make_config, tmp_path, monkeypatch):
+    cfg = make_config(model={"lora": {"rank": 4}})
+    arms = [lora_arm(cfg, lr) for lr in (1e-3, 3e-3)]
+    there = Place.of(cfg, Renting())
+    monkeypatch.setattr(base_holder, "evaluations_at_once", lambda *_: 9)
+    monkeypatch.setattr(rules, "available_cores", lambda: 64)
+    monkeypatch.setattr(rules.Place, "of", lambda *_: replace(there, free=30 * 2**30))
+    monkeypatch.setattr(rules, "peak_bytes", lambda *_: 10 * 2**30)
+    monkeypatch.setattr(rules, "weight_bytes", lambda *_: 7 * 2**30)
+    for starts, most in ((True, 6), (False, 2)):  # of 27 GiB: 7 and 3 each, or 10 each
+        monkeypatch.setattr(BaseHolder, "start", lambda self, starts=starts: starts)
+        with room_for(arms, None, tmp_path, 60.0, over=False) as room:
+            assert room.trained == most and (room.holder is not None) == starts
 
 
 @pytest.mark.slow
@@ -245,3 +283,18 @@ def test_evaluations_have_a_room_of_their_own(monkeypatch, tmp_path):
     one.asked = Asked(None, [], [], 1, 1.0, tmp_path)
     one.room = base_holder.Room(5, "", 2)
     assert len(one._accuracies([None] * 5, tmp_path, "test")) == 5 and at_once == [2, 2, 1]
+
+
+def test_trainings_alone_share_the_base_and_those_that_run_share_the_cores(monkeypatch, tmp_path):
+    given = []
+    monkeypatch.setattr(halving, "together", lambda jobs, env: given.append(env) or [halving.Ended(True)] * len(jobs))
+    for made in ("training", "evaluation", "accuracies"):
+        monkeypatch.setattr(halving, made, lambda *_: {})
+    monkeypatch.setattr(rules, "available_cores", lambda: 6)
+    one = object.__new__(Halving)
+    one.asked = Asked(None, [], [], 1, 1.0, tmp_path)
+    one.room = base_holder.Room(3, "", 2, SimpleNamespace(environment=lambda: {VARIABLE: "x"}))
+    one._train([None] * 3, 1.0)
+    one._train([], 1.0)
+    one._accuracies([None] * 3, tmp_path, "test")
+    assert given == [{"OMP_NUM_THREADS": "2", VARIABLE: "x"}, {"OMP_NUM_THREADS": "3"}, {}]

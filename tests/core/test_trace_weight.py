@@ -1,5 +1,7 @@
 """The weight of trace tokens: closed forms, and the gradient of each published objective."""
 
+import sys
+
 import pytest
 import torch
 
@@ -112,3 +114,8 @@ ENDLESS = [pytest.param(sign * 10**6000, id=f"{sign} endless") for sign in (1, -
 def test_a_gamma_that_is_no_number_above_0_is_refused_in_one_line(name, gamma):
     with pytest.raises(UserError, match=r"^gamma of a shape must be a number above 0, got [^\n]{1,40}$"):
         trace_weight(name, P.log(), gamma=gamma)
+
+
+def test_every_float_above_0_is_a_gamma():
+    for gamma in (5e-324, 1, sys.float_info.max):
+        assert Shape("p_div_p", gamma=gamma).chosen.settings.gamma == gamma

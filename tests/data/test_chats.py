@@ -87,6 +87,19 @@ def test_named_results_are_put_in_the_order_of_their_calls():
     ]  # fmt: skip
 
 
+def test_a_result_is_of_its_id_wherever_that_was_asked():
+    """Not of a call that waits in the last turn; a name that the result has counts before the call's."""
+    two, one = [call_row("add"), call_row("sub", id="c2")], [call_row("now", id="c3")]
+    asked = [{"role": "assistant", "content": None, "tool_calls": calls} for calls in (two, one)]
+    first = {"role": "tool", "tool_call_id": "c1", "content": "5", "name": "plus"}
+    late, next_one = {"role": "tool", "tool_call_id": "c2", "content": "1"}, {"role": "tool", "content": "noon"}
+    chat = [{"role": "user", "content": "q"}, asked[0], first, asked[1], late, next_one]
+    messages = read({"messages": [*chat, {"role": "assistant", "content": "5"}]}).traces[0].messages
+    assert [(message.name, message.content) for message in messages] == [
+        ("", ""), ("plus", "5"), ("", ""), ("sub", "1"), ("now", "noon"), ("", "5"),
+    ]  # fmt: skip
+
+
 def test_which_turns_are_the_trace():
     chat = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate("abcd")]
     assert read({"messages": chat}).traces == (Trace(text="d"),) and len(read({"messages": chat}).prompt) == 3
@@ -169,6 +182,14 @@ def test_thoughts_that_are_apart_join_the_text():
     assert "expected an assistant message with text" in fault_of({"messages": [ask, {**say, "content": {}}]})
     greeting = {**say, "content": "hello"}  # in a prompt thoughts stay out, as templates leave out those of past turns
     assert read({"messages": [greeting, ask, say]}).prompt[0].content == "hello"
+
+
+def test_what_is_no_text_of_an_assistants_thoughts_stays_out():
+    call = {"role": "assistant", "content": None, "tool_calls": [call_row()], "reasoning": {"effort": "low"}}
+    result = {"role": "tool", "content": "5", "reasoning": "a tool's"}
+    say = {"role": "assistant", "content": "It is 5.", "reasoning": ["a", "list"]}
+    (trace,) = read({"messages": [{"role": "user", "content": "q"}, call, result, say]}).traces
+    assert [turn.content for turn in trace.messages] == ["", "5", "It is 5."]
 
 
 def test_the_option_of_a_dataset(write_jsonl):

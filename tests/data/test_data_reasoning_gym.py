@@ -43,6 +43,8 @@ def questions(path, split="train"):
         ("countdown:size", "write reasoning_gym:FAMILY"),
         ("countdown:size=0", "size must be a whole number of at least 1, got 0"),
         ("countdown:seed=one", "seed must be a whole number of at least 0, got 'one'"),
+        ("countdown:size=" + "many" * 1000, "size must be a whole number of at least 1, got 'many"),
+        ("countdown:" + "name" * 1000 + "=[4", "'[4' is no YAML value of 'name"),
         ("countdown:max_numbers=[4", "'[4' is no YAML value of 'max_numbers'"),
         # Both would take minutes to read.
         ("countdown:x=1" + ":59" * 200_000, "is no YAML value of 'x'"),

@@ -1,8 +1,10 @@
 """Calls run at the same time, and one that hangs or raises touches no other. Events stand for time."""
 
+import _thread
 import os
 import signal
 import threading
+import time
 
 import pytest
 
@@ -135,6 +137,23 @@ def test_an_interrupt_reaches_a_main_thread_that_waits(gate):
     with Workers(1, FOREVER) as workers, pytest.raises(KeyboardInterrupt):
         workers.submit("x", interrupt)
         workers.finished(block=True)
+
+
+def test_an_interrupt_that_no_wait_is_woken_by_is_heard_before_the_call_ends(gate):
+    """Like a Ctrl-C right before the wait: it is noted, and the wait begins all the same."""
+    ended = threading.Event()
+
+    def interrupt():
+        while not workers._ended._waiters:
+            time.sleep(0.01)
+        _thread.interrupt_main()
+        gate.wait(20)
+        ended.set()
+
+    with Workers(1, FOREVER) as workers, pytest.raises(KeyboardInterrupt):
+        workers.submit("x", interrupt)
+        workers.finished(block=True)
+    assert not ended.is_set()
 
 
 def test_threads_are_made_as_they_are_needed():

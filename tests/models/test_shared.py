@@ -9,12 +9,15 @@ import pytest
 import torch
 from builders import ARCHITECTURES, make_model, make_request, make_tokenizer
 from children import in_children
+from torch import nn
 from trainings import final_weights, train_untimed
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from luffy.config.knobs import LoraConfig, ModelConfig
 from luffy.models import shared
 from luffy.models.four_bit import FourBitLinear, unpacked
 from luffy.models.load import load_model, read_model
+from luffy.models.plain import runs_plain
 from luffy.models.shared import VARIABLE, Base, MemoryFile, share, taken
 from luffy.rollout.native import NativeEngine
 from luffy.train.weights import Export, fingerprint, load_policy
@@ -75,6 +78,18 @@ def test_the_model_is_the_one_that_is_loaded(folders, shares, name, dtype):
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == model.config.tie_word_embeddings
     assert model.config.to_dict() == loaded.config.to_dict()
     assert model.generation_config.to_dict() == loaded.generation_config.to_dict()
+
+
+@pytest.mark.filterwarnings("ignore:.*its own forward pass")
+def test_a_model_that_luffys_attention_does_not_serve_runs_as_if_loaded(shares, tmp_path):
+    settings = {"vocab_size": 60, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1,
+                "num_attention_heads": 4, "num_key_value_heads": 2, "logit_scale": 0.3}  # fmt: skip
+    AutoModelForCausalLM.from_config(AutoConfig.for_model("cohere", **settings)).save_pretrained(tmp_path)
+    shares(Base(str(tmp_path), "float32", "cpu"))
+    models = [load_model(tmp_path, frozen=frozen) for frozen in (False, True)]
+    assert [runs_plain(model) for model in models] == [True, True]
+    logits = [model(torch.tensor([[5, 6, 7]])).logits for model in models]
+    assert torch.equal(*logits)
 
 
 def test_nobody_else_sees_what_a_process_writes(folders, shares):
@@ -171,6 +186,28 @@ def test_what_is_not_there_is_loaded(folders, shares, monkeypatch, caplog):
     unfinished.close()
     monkeypatch.delenv(VARIABLE)
     assert taken(base) is None
+
+
+def test_a_file_says_that_it_is_written_when_all_of_it_is(folders, monkeypatch):
+    base, file, seen, bytes_in = Base(str(folders["llama"]), "float32", "cpu"), MemoryFile(), [], shared._bytes_in
+    monkeypatch.setattr(shared, "_bytes_in", lambda *where: seen.append(file.is_written) or bytes_in(*where))
+    share(read_model(base), base, file.environment)
+    assert seen and not any(seen) and file.is_written
+    file.close()
+
+
+def test_weights_that_are_parts_of_one_are_there_once(monkeypatch):
+    """As those of heads that a decoder has merged."""
+    whole, file, base = torch.randn(6, 4), MemoryFile(), Base("x", "float32", "cpu")
+    model = nn.ModuleList([nn.Linear(4, rows, bias=False) for rows in (4, 2)])
+    for module, part in zip(model, whole.split([4, 2]), strict=True):
+        module.weight = nn.Parameter(part, requires_grad=False)
+    share(model, base, file.environment)
+    monkeypatch.setenv(VARIABLE, file.environment[VARIABLE])
+    one, other = (module.weight for module in taken(base))
+    assert torch.equal(torch.cat([one, other]), whole)
+    assert one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+    file.close()
 
 
 def test_a_handle_of_a_process_that_ended_is_not_opened(folders, monkeypatch, shares):
