@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist, fmean, stdev
+
+import numpy as np
 
 Curve = Sequence[tuple[float, float]]
 
@@ -110,20 +111,6 @@ def envelope(curves: Sequence[Curve]) -> Envelope:
         return Envelope((), (), (), ())
     first, last = max(c[0][0] for c in present), min(c[-1][0] for c in present)
     steps = sorted({x for curve in present for x, _ in curve if first <= x <= last})
-    columns = [[interpolate(curve, x) for curve in present] for x in steps]
-    return Envelope(
-        tuple(steps),
-        tuple(fmean(column) for column in columns),
-        tuple(min(column) for column in columns),
-        tuple(max(column) for column in columns),
-    )
-
-
-def interpolate(curve: Curve, x: float) -> float:
-    """The curve at ``x``, which lies within its span."""
-    at = bisect_left(curve, x, key=lambda point: point[0])
-    x1, y1 = curve[at]
-    if x1 == x:
-        return y1
-    x0, y0 = curve[at - 1]
-    return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
+    seeds = [np.interp(steps, [x for x, _ in curve], [y for _, y in curve]).tolist() for curve in present]
+    columns = list(zip(*seeds, strict=True))
+    return Envelope(tuple(steps), tuple(map(fmean, columns)), tuple(map(min, columns)), tuple(map(max, columns)))

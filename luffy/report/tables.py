@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from typing import Any
 
@@ -270,14 +269,8 @@ def run_table(methods: Sequence[Styled]) -> Markup:
 
 
 def _run_cells(run: RunRecord, metrics: Sequence[str]) -> list[str]:
-    values = [run.last(metric) for metric in metrics]
-    seconds = all_seconds(run)
-    return [
-        seed_of(run),
-        steps_of([run]),
-        *(NONE if value is None else number(value) for value in values),
-        NONE if seconds is None else number(seconds, 1),
-    ]
+    final = (_shown(run.last(metric)) for metric in metrics)
+    return [seed_of(run), steps_of([run]), *final, _shown(all_seconds(run), 1)]
 
 
 def seed_of(run: RunRecord) -> str:
@@ -290,8 +283,6 @@ def seed_of(run: RunRecord) -> str:
 
 ENDED = {"steps": "its steps were made", "seconds": "its seconds were spent", "flat_loss": "held-out loss was flat",
          "flat_accuracy": "held-out accuracy was flat"}  # fmt: skip
-SECONDS = ("timing_s/step", "timing_s/eval", "timing_s/save")
-Metrics = Sequence[Mapping[str, object]]
 
 
 def borders(runs: Sequence[RunRecord]) -> dict[int, str]:
@@ -310,8 +301,7 @@ def borders(runs: Sequence[RunRecord]) -> dict[int, str]:
 def stage_cells(run: RunRecord) -> list[list[str]]:
     """The texts of the table's rows on one run. Accuracy and loss are the stage's last held-out ones."""
     done = {stage.name: stage for stage in _finished(run)}
-    seed = NONE if run.seed is None else str(run.seed)
-    return [[seed, legible(name), *_cells(run, name, done.get(name))] for name in run.stage_names]
+    return [[seed_of(run), legible(name), *_cells(run, name, done.get(name))] for name in run.stage_names]
 
 
 def _finished(run: RunRecord) -> Sequence[FinishedStage]:
@@ -325,21 +315,20 @@ def _cells(run: RunRecord, name: str, done: FinishedStage | None) -> list[str]:
     rows = [row for row in run.rows if row.get("stage") == name and row["step"] > 0]
     if not rows:
         return [NONE, "not begun", NONE, NONE, NONE, NONE, NONE]
-    sampled = any(key.startswith("critic/") for row in rows for key in row)
-    first, last = int(rows[0]["step"]), int(rows[-1]["step"])
+    stage = replace(run, rows=rows)
+    first, last = int(rows[0]["step"]), stage.steps
     if done is not None:
         first, last = done.first + 1, done.last
     return [
-        "RL" if sampled else "SFT",
+        "RL" if stage.kind == "train" else "SFT",
         f"{first} to {last}",
         NONE if done is None else ENDED.get(done.ended_by, NONE),
         NONE if done is None else f"step {done.handed_on}",
-        _last(rows, "val-core/accuracy"),
-        _last(rows, "val-traces/loss"),
-        number(math.fsum(float(str(row.get(key) or 0.0)) for row in rows for key in SECONDS), 1),
+        _shown(stage.last("val-core/accuracy")),
+        _shown(stage.last("val-traces/loss")),
+        _shown(all_seconds(stage), 1),
     ]
 
 
-def _last(rows: Metrics, metric: str) -> str:
-    found = next((row[metric] for row in reversed(rows) if metric in row), None)
-    return number(found) if isinstance(found, float) else NONE
+def _shown(value: float | None, digits: int = 3) -> str:
+    return NONE if value is None else number(value, digits)

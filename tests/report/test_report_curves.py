@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from luffy.report.curves import envelope, estimate, interpolate, smooth, t_quantile_95, thin_out
+from luffy.report.curves import envelope, estimate, smooth, t_quantile_95, thin_out
 
 
 def test_t_quantiles_agree_with_scipy():
@@ -43,16 +43,12 @@ def test_envelope_interpolates_a_step_that_one_seed_skipped():
     e = envelope([[(1, 0.0), (3, 4.0)], [(1, 0.0), (2, 6.0), (3, 0.0)]])
     assert e.steps == (1, 2, 3)
     assert e.mean == (0.0, 4.0, 2.0)
+    assert envelope([[(0, 0.0), (10, 5.0)], [(0, 1.0), (4, 2.0), (10, 5.0)]]).low == (0.0, 2.0, 5.0)
 
 
 def test_envelope_of_seeds_without_a_common_step_is_empty():
     assert envelope([[(0, 1.0)], [(5, 1.0)]]).steps == ()
     assert envelope([]).steps == ()
-
-
-def test_interpolate_on_and_between_points():
-    assert interpolate([(0, 0.0), (10, 5.0)], 10) == 5.0
-    assert interpolate([(0, 0.0), (10, 5.0)], 4) == 2.0
 
 
 def test_short_curves_are_not_touched():
