@@ -40,10 +40,14 @@ def _line_printer(console: Console, label: str, total: int, done: int) -> Advanc
         if reached > shown or done == total:
             shown = reached
             speed = (done - first) / max(time.monotonic() - started, 1e-9)
-            line = f"{label} {done}/{total} ({100 * done // max(total, 1)}%), {speed:.1f}/s"
-            console.print(line, highlight=False, markup=False, soft_wrap=True)
+            say(console, f"{label} {done}/{total} ({100 * done // max(total, 1)}%), {speed:.1f}/s")
 
     return advance
+
+
+def say(console: Console, text: str, style: str | None = None) -> None:
+    """A plain line: as it is, however long."""
+    console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
 
 
 class LastingStream:

@@ -34,28 +34,38 @@ MEASURE = (
     "reward.prompt_opens_thought", "reward.success", "reward.cut_off",
 )  # fmt: skip
 PLUGINS = "plugins"
-_KEPT = re.compile(r"config-step-(\d{6,})\.yaml")
-
-
-def settings_before(folder: Path, step: int) -> Path:
-    """File that keeps the settings of the steps up to ``step`` when a resume changes them."""
-    return folder / f"config-step-{step:06d}.yaml"
-
-
-def kept_settings(folder: Path) -> dict[int, Path]:
-    """Files of earlier settings by the last step that was made with them, in order."""
-    found = ((_KEPT.fullmatch(path.name), path) for path in folder.glob("config-step-*.yaml"))
-    return dict(sorted((int(match[1]), path) for match, path in found if match))
 
 
 def settings_at(folder: Path, step: float) -> Path:
     """The file with the settings that a step was made with."""
-    return next((path for last, path in kept_settings(folder).items() if last >= step), folder / CONFIG)
+    return _at(folder / CONFIG, step)
+
+
+def _before(file: Path, step: int) -> Path:
+    """Where settings, or a plugin's source, of the steps up to ``step`` are kept when a resume changes them."""
+    return file.with_stem(f"{file.stem}-step-{step:06d}")
+
+
+def _kept(file: Path) -> dict[int, Path]:
+    """What the file was before, by the last step that was made with it, in order."""
+    begin = f"{file.stem}-step-"
+    found = {path.stem.removeprefix(begin): path for path in file.parent.glob(f"{begin}*{file.suffix}")}
+    return dict(sorted((int(last), path) for last, path in found.items() if last.isdecimal()))
+
+
+def _at(file: Path, step: float) -> Path:
+    return next((path for last, path in _kept(file).items() if last >= step), file)
+
+
+def _forget_later(file: Path, step: int) -> None:
+    for last, path in _kept(file).items():
+        if last > step:
+            path.unlink()  # of steps that are made anew
 
 
 def changes_of(folder: Path, through_step: float = math.inf) -> list[tuple[int, Changes]]:
     """Changes of the resumes up to a step, as (last step before, changes), in order; damaged files are left out."""
-    kept = {step: path for step, path in kept_settings(folder).items() if step < through_step}
+    kept = {step: path for step, path in _kept(folder / CONFIG).items() if step < through_step}
     if not kept:
         return []
     settings = [_read(path) for path in (*kept.values(), settings_at(folder, through_step))]
@@ -115,10 +125,10 @@ def compare(cfg: Config, method: str, step: int, origin: Path) -> tuple[Changes,
     since = f"since step {step}" + (f" of {origin}" if origin != cfg.folder else "")
     notices = []
     if changes:
-        kept = f"the settings before are in {settings_before(cfg.folder, step)}"
+        kept = f"the settings before are in {_before(cfg.folder / CONFIG, step)}"
         notices.append(f"settings changed {since}: {in_words(changes, cfg, method)} ({kept})")
     for name in changed_plugins(cfg, step, origin):
-        source = _kept_plugin(cfg.folder / PLUGINS, name, step)
+        source = _before(cfg.folder / PLUGINS / f"{name}.py", step)
         notices.append(f"plugin {name} changed {since} (its source before is in {source})")
     return changes, notices
 
@@ -178,58 +188,44 @@ def write_settings(cfg: Config, step: int, start: Start) -> None:
     folder, origin = cfg.folder, start.origin
     if origin not in (None, folder):
         _take_over(origin, folder, step)
-    kept = settings_before(folder, step)
+    kept = _before(folder / CONFIG, step)
     if start.changes and not kept.exists():  # else an earlier resume at this step kept them
         assert origin is not None
         write_atomically(kept, settings_at(origin, step).read_text(encoding="utf-8"))
     write_atomically(folder / CONFIG, to_yaml(cfg))
-    for later in (path for last, path in kept_settings(folder).items() if last > step):
-        later.unlink()  # of steps that are made anew
+    _forget_later(folder / CONFIG, step)
     write_atomically(folder / DATA, json.dumps(start.data, indent=1) + "\n")
     _write_plugins(cfg, step, changed_plugins(cfg, step, origin or folder))
 
 
 def _take_over(origin: Path, folder: Path, step: int) -> None:
     """Replace the kept settings in ``folder`` by those that ``origin`` had before those of ``step``."""
-    for path in kept_settings(folder).values():
+    for path in _kept(folder / CONFIG).values():
         path.unlink()
-    for last, path in kept_settings(origin).items():
+    for last, path in _kept(origin / CONFIG).items():
         if last < step:
             shutil.copyfile(path, folder / path.name)
 
 
 def _write_plugins(cfg: Config, step: int, changed: Mapping[str, str]) -> None:
     """Write each plugin's source; one that was changed keeps the source before under another name."""
-    folder = cfg.folder / PLUGINS
     for module in load_plugins(cfg.plugins):
-        folder.mkdir(exist_ok=True)
-        for last, path in _kept_plugins(folder, module.__name__).items():
-            if last > step:
-                path.unlink()  # of steps that are made anew
+        file = cfg.folder / PLUGINS / f"{module.__name__}.py"
+        file.parent.mkdir(exist_ok=True)
+        _forget_later(file, step)
         if module.__name__ in changed:
-            write_atomically(_kept_plugin(folder, module.__name__, step), changed[module.__name__])
-        write_atomically(folder / f"{module.__name__}.py", _source_of(module))
+            write_atomically(_before(file, step), changed[module.__name__])
+        write_atomically(file, _source_of(module))
 
 
 def changed_plugins(cfg: Config, step: int, origin: Path) -> dict[str, str]:
     """Earlier sources, by name, of the plugins that differ from those of step ``step`` in the run folder ``origin``."""
-    folder, found = origin / PLUGINS, {}
+    found = {}
     for module in load_plugins(cfg.plugins):
-        kept = _kept_plugins(folder, module.__name__)
-        record = next((path for last, path in kept.items() if last >= step), folder / f"{module.__name__}.py")
+        record = _at(origin / PLUGINS / f"{module.__name__}.py", step)
         if record.exists() and (before := record.read_text(encoding="utf-8")) != _source_of(module):
             found[module.__name__] = before
     return found
-
-
-def _kept_plugin(folder: Path, name: str, step: int) -> Path:
-    return folder / f"{name}-step-{step:06d}.py"
-
-
-def _kept_plugins(folder: Path, name: str) -> dict[int, Path]:
-    """Sources that are no longer in use, by the last step that was made with them, in order."""
-    found = {path.stem.removeprefix(f"{name}-step-"): path for path in folder.glob(f"{name}-step-*.py")}
-    return dict(sorted((int(last), path) for last, path in found.items() if last.isdecimal()))
 
 
 def _source_of(module: ModuleType) -> str:
@@ -239,7 +235,7 @@ def _source_of(module: ModuleType) -> str:
 def set_records_aside(folder: Path, step: int) -> list[str]:
     """Before a training from step 1, or from another run's checkpoint of ``step``: records of an earlier one in its
     folder get other names. Returns a line for the user, if there were any."""
-    found = [*kept_settings(folder).values(), *(folder / name for name in RECORDS if (folder / name).exists())]
+    found = [*_kept(folder / CONFIG).values(), *(folder / name for name in RECORDS if (folder / name).exists())]
     if not any(path.suffix == ".jsonl" and path.stat().st_size for path in found):
         return []
     number = next(n for n in count(1) if not any(folder.glob(f"*.earlier-{n}.*")))

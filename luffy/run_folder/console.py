@@ -12,7 +12,7 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
-from luffy.progress import lasting
+from luffy.progress import lasting, say
 
 NEWS_EVERY_S = 20.0  # without a bar, until the first step is done
 FIELDS = (
@@ -78,17 +78,13 @@ def setting_up(name: str, console: Console | None, speaks: bool = True) -> Itera
     the function that takes what is being done."""
     console = console or Console(file=lasting(sys.stderr))
     doing = ["setting up"]
-
-    def line() -> str:
-        return f"{name}  {doing[0]}"
-
     if not speaks:
         yield lambda text: None
     elif console.is_terminal:
-        with console.status(Text(line())) as status:
+        with console.status(Text(f"{name}  {doing[0]}")) as status:
             yield lambda text: status.update(Text(f"{name}  {text}"))
     else:
-        pulse = Pulse(lambda text: console.print(text, highlight=False, markup=False, soft_wrap=True), line)
+        pulse = Pulse(lambda text: say(console, text), lambda: f"{name}  {doing[0]}")
         try:
             yield lambda text: doing.__setitem__(0, text)
         finally:
@@ -157,10 +153,10 @@ class RunView:
         self.say("  ".join([f"{self.name}  step {step}/{self.total}", *found]))
 
     def say(self, text: str) -> None:
-        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+        say(self.console, text)
 
     def warn(self, text: str) -> None:
-        self.console.print(f"warning: {text}", style="yellow", highlight=False, markup=False, soft_wrap=True)
+        say(self.console, f"warning: {text}", style="yellow")
 
     def _end_pulse(self) -> None:
         """Stop the lines in between: the first step shows how long one takes."""
@@ -185,7 +181,7 @@ class EvalView:
         self.started = time.monotonic()
         self._bar: Progress | None = None
         if done:
-            self.say(f"{done} of {total} responses were already there; resuming with the rest")
+            say(self.console, f"{done} of {total} responses were already there; resuming with the rest")
         if self.console.is_terminal:
             columns = (
                 TextColumn("[bold]{task.description}"), BarColumn(bar_width=28), MofNCompleteColumn(),
@@ -208,10 +204,8 @@ class EvalView:
             self._bar.update(self._task, figures=figures)
             return
         eta = spent / max(self.done - self.first, 1) * (self.total - self.done)
-        self.say(f"{self.done}/{self.total} responses ({100 * self.done // self.total}%)  {figures}  eta {clock(eta)}")
-
-    def say(self, text: str) -> None:
-        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+        share = 100 * self.done // self.total
+        say(self.console, f"{self.done}/{self.total} responses ({share}%)  {figures}  eta {clock(eta)}")
 
     def close(self) -> None:
         if self._bar is not None:

@@ -101,8 +101,12 @@ class GroupKeys:
 
 
 def read_samples(path: Path, offsets: Iterable[int]) -> list[dict[str, Any]]:
+    rows = []
     with path.open("rb") as file:
-        return [_read_at(file, path, offset) for offset in offsets]
+        for offset in offsets:
+            file.seek(offset)
+            rows.append(parse_line(file.readline(), path))
+    return rows
 
 
 @dataclass(frozen=True)
@@ -112,7 +116,7 @@ class RunRecord:
     folder: Path
     config: Mapping[str, Any]
     rows: Sequence[Mapping[str, Any]]
-    samples: SampleIndex
+    samples: SampleIndex = SampleIndex(Path(SAMPLES), {})  # not looked for
 
     @property
     def name(self) -> str:
@@ -288,7 +292,7 @@ def without_samples(
     lines = choose([line for _, line in complete_lines(folder / METRICS)])
     rows = (metric_row(line, folder / METRICS) for line in lines)
     kept = in_order(row for row in rows if row["step"] <= through_step)
-    return RunRecord(folder, config, kept, SampleIndex(folder / SAMPLES, {}))
+    return RunRecord(folder, config, kept)
 
 
 def in_order(rows: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -410,11 +414,6 @@ def metric_row(line: bytes, path: Path) -> dict[str, Any]:
     if not isinstance(row.get("step"), int) or not is_number(row["step"]):
         raise UserError(f"{LineOf(path, line)}: without a whole number as 'step'; mend or remove it")
     return row
-
-
-def _read_at(file: Any, path: Path, offset: int) -> dict[str, Any]:
-    file.seek(offset)
-    return parse_line(file.readline(), path)
 
 
 def read_config(path: Path) -> dict[str, Any]:

@@ -27,7 +27,6 @@ from luffy.run_folder.runs import (
     GroupKeys,
     RunRecord,
     SampleHead,
-    SampleIndex,
     find_begun,
     in_order,
     metric_row,
@@ -282,7 +281,7 @@ class LiveRun:
     @property
     def record(self) -> RunRecord:
         """The record of the report, without samples: those are read on request."""
-        return RunRecord(self.folder, self._config, in_order(self.rows), SampleIndex(self.folder / SAMPLES, {}))
+        return RunRecord(self.folder, self._config, in_order(self.rows))
 
     @property
     def state(self) -> tuple[Any, ...]:
