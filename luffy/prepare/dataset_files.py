@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -139,30 +140,21 @@ def _can_be_written(kind: pa.DataType) -> bool:
     return True
 
 
-class ProblemWriter:
-    """Writes rows to a Parquet file, a row group at a time; use it inside ``whole_file``."""
+@contextmanager
+def problem_writer(path: Path, schema: pa.Schema) -> Iterator[Callable[[Record], None]]:
+    """Gives a function that adds a row to a Parquet file, a row group at a time; use it inside ``whole_file``."""
+    rows: list[Record] = []
+    with pq.ParquetWriter(path, schema, compression="zstd") as writer:
 
-    def __init__(self, path: Path, schema: pa.Schema) -> None:
-        self._schema = schema
-        self._writer = pq.ParquetWriter(path, schema, compression="zstd")
-        self._rows: list[Record] = []
+        def flush() -> None:
+            writer.write_table(pa.Table.from_pylist(rows, schema=schema))
+            rows.clear()
 
-    def __enter__(self) -> ProblemWriter:
-        return self
+        def add(row: Record) -> None:
+            rows.append(row)
+            if len(rows) == ROWS_PER_GROUP:
+                flush()
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        self._flush()
-        self._writer.close()
-
-    def add(self, row: Record) -> None:
-        self._rows.append(row)
-        if len(self._rows) == ROWS_PER_GROUP:
-            self._flush()
-
-    def _flush(self) -> None:
-        if self._rows:
-            self._writer.write_table(pa.Table.from_pylist(self._rows, schema=self._schema))
-            self._rows = []
+        yield add
+        if rows:
+            flush()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,12 @@ class Journal:
     def __init__(self, path: Path, settings: Mapping[str, Any], **kinds: type) -> None:
         """``kinds``: types of a record's values, as for ``json_object``."""
         self.path, self._kinds = path, kinds
-        self._file = _opened(path)
+        self._file = path.open("a+b")
         try:
-            self._lock()
-            self._ends = _line_ends(self._file)
+            if not try_lock(self._file):
+                raise UserError(f"{path}: another process is at work on it; wait for it, or choose another --out")
+            self._file.seek(0)
+            self._ends = list(accumulate(len(line) for line in self._file if line.endswith(b"\n")))
             if self._ends:
                 self._check(settings)
             self._file.truncate(self._ends[-1] if self._ends else 0)
@@ -77,11 +80,6 @@ class Journal:
         self._file.flush()
         os.fsync(self._file.fileno())
 
-    def _lock(self) -> None:
-        if not try_lock(self._file):
-            what = "another process is at work on it; wait for it, or choose another --out"
-            raise UserError(f"{self.path}: {what}")
-
     def _check(self, settings: Mapping[str, Any]) -> None:
         self._file.seek(0)
         remedy = "it is no journal of earlier work; move it away or choose another --out"
@@ -93,22 +91,6 @@ class Journal:
                     f"{self.path}: was made with {name}={shown(before.get(name))}, now it is {shown(now.get(name))}; "
                     "repeat the old setting, choose another --out, or delete the file to start again"
                 )
-
-
-def _opened(path: Path) -> Any:
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    return os.fdopen(descriptor, "r+b")
-
-
-def _line_ends(file: Any) -> list[int]:
-    """End offsets of the complete lines."""
-    ends, position = [], 0
-    file.seek(0)
-    for line in file:
-        position += len(line)
-        if line.endswith(b"\n"):
-            ends.append(position)
-    return ends
 
 
 def whole_text(text: str) -> str:

@@ -21,7 +21,7 @@ from luffy.errors import UserError
 from luffy.evaluation.accuracy import SUCCESS
 from luffy.evaluation.background_work import BackgroundWork
 from luffy.files import whole_file, write_atomically
-from luffy.prepare.dataset_files import ProblemWriter, message_rows, traces_schema
+from luffy.prepare.dataset_files import message_rows, problem_writer, traces_schema
 from luffy.prepare.journal import Journal, Record, whole_text
 from luffy.prepare.teachers import Answer, Teacher, TeacherResponse
 from luffy.progress import progress
@@ -203,7 +203,7 @@ def _write(
 ) -> Counter[str]:
     places = {record["id"]: place for place, record in enumerate(journal)}
     counts: Counter[str] = Counter()
-    with whole_file(out) as temporary, ProblemWriter(temporary, schema) as writer:
+    with whole_file(out) as temporary, problem_writer(temporary, schema) as add:
         for problem in problems:
             place = places.get(problem.id)
             samples = [] if place is None else journal[place]["samples"]
@@ -211,7 +211,7 @@ def _write(
             found = list(verdicts(samples, keep_wrong, before))
             new = [_trace(sample, name) for sample, what in zip(samples, found, strict=True) if what == "kept"]
             others = {column: problem.meta.get(column) for column in schema.names}
-            writer.add(others | _output_row(problem, [*before, *new]))
+            add(others | _output_row(problem, [*before, *new]))
             counts["problems_refused"] += place is None
             counts.update({"problems": 1, "samples": len(samples), "problems_with_a_trace": int(bool(before or new))})
             counts.update(f"samples_{what}" for what in found)

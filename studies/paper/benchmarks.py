@@ -14,7 +14,7 @@ from luffy.data import load_problems
 from luffy.errors import UserError
 from luffy.evaluation.benchmarks import Benchmark, load_suite
 from luffy.files import whole_file
-from luffy.prepare.dataset_files import ProblemWriter, problem_schema
+from luffy.prepare.dataset_files import problem_schema, problem_writer
 
 # What each is called in the folder `data` of github.com/ElliottYan/LUFFY.
 SOURCES = {
@@ -41,11 +41,11 @@ def prepare_benchmarks(source: Path, out: Path) -> tuple[list[Benchmark], list[s
         with whole_file(folder / name) as file:
             shutil.copyfile(path, file)
     suite = load_suite("math6", out)
-    with whole_file(folder / VALIDATION) as file, ProblemWriter(file, problem_schema({})) as writer:
+    with whole_file(folder / VALIDATION) as file, problem_writer(file, problem_schema({})) as add:
         for benchmark in suite.benchmarks:
             for p in benchmark.problems:
                 plain = {"id": p.id, "prompt": p.prompt, "answer": p.answer, "source": benchmark.name}
-                writer.add({**plain, "traces": []})
+                add({**plain, "traces": []})
     return list(suite.benchmarks), missing
 
 

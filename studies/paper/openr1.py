@@ -25,7 +25,7 @@ from luffy.data.sources import RowError, RowSource, open_source
 from luffy.errors import DataError
 from luffy.files import whole_file, write_atomically
 from luffy.models.load import load_tokenizer
-from luffy.prepare.dataset_files import ProblemWriter, problem_schema
+from luffy.prepare.dataset_files import problem_schema, problem_writer
 from luffy.prepare.journal import Journal, Record
 from luffy.progress import progress
 from luffy.rewards import build_verifier
@@ -122,15 +122,15 @@ def write_outputs(source: RowSource, journal: Journal, selection: Selection, cho
         held = stack.enter_context(whole_file(out / FILES[HELD_OUT])) if selection.count(HELD_OUT) else None
         train = stack.enter_context(whole_file(out / FILES[TRAIN]))
         with ExitStack() as open_files:
-            writers = {TRAIN: open_files.enter_context(ProblemWriter(train, schema))}
+            add_to = {TRAIN: open_files.enter_context(problem_writer(train, schema))}
             if held is not None:
-                writers[HELD_OUT] = open_files.enter_context(ProblemWriter(held, schema))
+                add_to[HELD_OUT] = open_files.enter_context(problem_writer(held, schema))
             contaminated = open_files.enter_context(listing.open("w", encoding="utf-8"))
             for place, record, row in _joined(source, journal, selection):
                 if record.get("drop") == "contaminated":
                     contaminated.write(_listed(record, source, row))
                 elif place != DROPPED:
-                    writers[place].add(_output_row(row, record, choice))
+                    add_to[place](_output_row(row, record, choice))
     if held is None:
         (out / FILES[HELD_OUT]).unlink(missing_ok=True)  # of an earlier choice: it would overlap train.parquet
 
