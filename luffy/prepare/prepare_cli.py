@@ -128,7 +128,8 @@ def traces(
     played_in = _environment_of(environment)
     if local is not None:
         asked, settings = local_teacher(
-            local, sampling, seed, style, system_prompt, tokenizer, dtype, device, trust_remote_code, played_in,
+            local, sampling, tokenizer, device, trust_remote_code, played_in,
+            seed=seed, style=style, system_prompt=system_prompt, dtype=dtype,
         )  # fmt: skip
     else:
         asked, settings = endpoint_teacher(

@@ -371,28 +371,28 @@ def endpoint_teacher(
     teacher = EndpointTeacher(endpoint, sampling, seed, at_once, system_prompt, tokenizer, encoder, rules)
     settings = {"endpoint": url, "model": model, "api": api, "log_probs": log_probs, "tokenizer": tokenizer_path}
     settings |= {"sampling": sampling, "seed": seed, "style": style, "system_prompt": system_prompt}
-    return teacher, settings | ({} if environment is None else {"environment": asdict(environment)})
+    return teacher, settings | _played_in(environment)
 
 
 def local_teacher(
     path: str,
     sampling: dict[str, Any],
-    seed: int,
-    style: str,
-    system_prompt: str | None,
     tokenizer_path: str | None,
-    dtype: str,
     device: str,
     trust_remote_code: bool = False,
     environment: EnvironmentConfig | None = None,
+    **options: Any,
 ) -> tuple[Teacher, dict[str, Any]]:
-    """Teacher that samples from a model in this process, and the settings its samples depend on."""
-    tokenizer = _tokenizer(tokenizer_path, trust_remote_code)
-    options: dict[str, Any] = {"seed": seed, "style": style, "system_prompt": system_prompt, "dtype": dtype}
-    here: dict[str, Any] = {"tokenizer": tokenizer, "device": device, "trust_remote_code": trust_remote_code}
-    teacher = LocalTeacher(path, **sampling, **options, **here, environment=environment)
-    played_in = {} if environment is None else {"environment": asdict(environment)}
-    return teacher, {"local": path, "sampling": sampling, "tokenizer": tokenizer_path, **options, **played_in}
+    """Teacher that samples from a model in this process, and the settings its samples depend on. ``options``: seed,
+    style, system_prompt and dtype."""
+    here = {"tokenizer": _tokenizer(tokenizer_path, trust_remote_code), "device": device}
+    here |= {"trust_remote_code": trust_remote_code, "environment": environment}
+    settings = {"local": path, "sampling": sampling, "tokenizer": tokenizer_path, **options, **_played_in(environment)}
+    return LocalTeacher(path, **sampling, **options, **here), settings
+
+
+def _played_in(environment: EnvironmentConfig | None) -> dict[str, Any]:
+    return {} if environment is None else {"environment": asdict(environment)}
 
 
 def _tokenizer(path: str | None, trust_remote_code: bool) -> Any:

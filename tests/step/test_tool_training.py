@@ -389,7 +389,7 @@ def test_prepare_traces_plays_a_teacher_and_its_traces_can_be_trained_on(make_ta
     """The model is asked to reach an odd number of letters, and where it does, its episode is a trace."""
     cfg = make_talking(train={"steps": 1})
     teacher, settings = local_teacher(
-        chat_model, {"max_tokens": 48, "temperature": 1.0}, 0, "chat", None, None, "float32", "cpu", False, cfg.environment
+        chat_model, {"max_tokens": 48, "temperature": 1.0}, None, "cpu", environment=cfg.environment, style="chat"
     )  # fmt: skip
     out = tmp_path / "traces.parquet"
     card = prepare_traces(chats, out, teacher, "teacher", settings, n=4, reward="numeric", workers=1)
