@@ -21,7 +21,7 @@ from luffy.data.reasoning_gym import is_generated
 from luffy.data.schemas import without_traces
 from luffy.errors import DataError, UserError
 from luffy.seeds import seed_of
-from luffy.types import Problem
+from luffy.types import Message, Problem
 
 DATA_VARIABLE = "LUFFY_DATA"
 MANY, ONE = 32, 1  # samples per problem in the paper: small test sets take 32
@@ -202,19 +202,10 @@ def _arranged(
     problems = []
     for problem in benchmark.problems[:limit]:
         try:
-            problems.append(_arranged_choice(problem, seed, shuffle) if is_choice else problem)
+            problems.append(arranged(problem, seed if shuffle else None) if is_choice else problem)
         except DataError as error:
             left_out.append(f"{benchmark.title}, {error}")
     return replace(benchmark, problems=tuple(problems), reward=kind, k=k or benchmark.k)
-
-
-def _arranged_choice(problem: Problem, seed: int, shuffle: bool) -> Problem:
-    choice = arranged(problem, question_of(problem), seed if shuffle else None)
-    if isinstance(problem.prompt, str):
-        return choice
-    assert isinstance(choice.prompt, str)
-    turns = (replace(turn, content=choice.prompt) if turn.role == "user" else turn for turn in problem.prompt)
-    return replace(choice, prompt=tuple(turns))
 
 
 # ---- multiple choice: the options in an order drawn from the seed
@@ -292,9 +283,13 @@ def shuffled(choices: Choices, seed: int) -> Choices:
     return replace(choices, options=options, gold=order.index(choices.gold))
 
 
-def arranged(problem: Problem, question: str, seed: int | None) -> Problem:
+def arranged(problem: Problem, seed: int | None) -> Problem:
     """The problem with letters as labels and its options in an order drawn from the seed (None: as they are)."""
-    choices = read_choices(question, problem.answer, f"problem {problem.id!r}")
+    choices = read_choices(question_of(problem), problem.answer, f"problem {problem.id!r}")
     if seed is not None:
         choices = shuffled(choices, seed_of(f"options:{seed}:{problem.id}"))
-    return replace(problem, prompt=choices.text(), answer=LETTERS[choices.gold])
+    prompt: str | tuple[Message, ...] = choices.text()
+    if not isinstance(problem.prompt, str):
+        turns = problem.prompt
+        prompt = tuple(replace(turn, content=choices.text()) if turn.role == "user" else turn for turn in turns)
+    return replace(problem, prompt=prompt, answer=LETTERS[choices.gold])
