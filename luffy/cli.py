@@ -138,10 +138,9 @@ def train(
     check_made_for(cfg, method)
     check_prepared(cfg)
     if dry_run:
-        from luffy.dry_run import Renting
         from luffy.dry_run import dry_run as lines_of
 
-        _echo(lines_of(cfg, method, len(trainings), Renting(gpu, gpu_price), measure))
+        _echo(lines_of(cfg, method, len(trainings), measure, gpu, gpu_price))
     else:
         _launch(method, trainings, resume, allow_changed_data)
 

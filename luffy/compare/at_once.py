@@ -10,7 +10,7 @@ from dataclasses import replace
 from luffy.compare.arms import Arm
 from luffy.config import Config, Method, ModelConfig, stages_of
 from luffy.dry_run.memory_table import estimate_memory
-from luffy.dry_run.place import Place, Renting
+from luffy.dry_run.place import Place
 from luffy.errors import UserError
 from luffy.models.machine import available_cores, pick_device
 from luffy.models.shared import Base
@@ -41,7 +41,7 @@ def at_once(arms: Sequence[Arm], shared: Base | None = None) -> tuple[int, str]:
         return 1, "a training takes several processes"
     if any(arm.cfg.rollout.engine != "native" for arm in trained):
         return 1, "how much memory another engine takes beside others is not known"
-    place = Place.of(trained[0].cfg, Renting())
+    place = Place.of(trained[0].cfg)
     try:
         held = _held_bytes(trained, shared, place)
         peak = max(_own_bytes(arm, shared, place) for arm in trained)
@@ -61,7 +61,7 @@ def evaluations_at_once(arms: Sequence[Arm], shared: Base) -> int:
     """The most evaluations that there is room for beside ``shared`` weights: each loads a whole model, with adapters
     merged. As much memory as a training's is enough for one."""
     trained = _of_each_method(arms)
-    place = Place.of(trained[0].cfg, Renting())
+    place = Place.of(trained[0].cfg)
     try:
         held = _held_bytes(trained, shared, place)
         whole = [(_not_quantized(cfg), method) for arm in trained for cfg, method in _trainings(arm)]

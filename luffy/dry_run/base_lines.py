@@ -9,8 +9,7 @@ import torch
 
 from luffy.config import Config
 from luffy.data import ProblemSampler
-from luffy.dry_run.base_model import PROBLEMS, SECONDS, Found, measure
-from luffy.dry_run.choose import PAGE, RARE, TRIES, case_of
+from luffy.dry_run.base_model import PAGE, PROBLEMS, RARE, SECONDS, TRIES, Found, case_of, measure
 from luffy.dry_run.place import Place
 from luffy.errors import UserError
 from luffy.models.load import DTYPES, model_folder, slow_dtype

@@ -7,7 +7,7 @@ from luffy.dry_run.base_lines import base_lines
 from luffy.dry_run.first_step import FirstStep, check_reward, first_traces, first_turns
 from luffy.dry_run.lines import engine_line, need_lines, plan_line, update_line
 from luffy.dry_run.models import check_other_models, model_shape, try_model
-from luffy.dry_run.place import Place, Renting
+from luffy.dry_run.place import Place
 from luffy.dry_run.work import estimate_of
 from luffy.run_folder.trackers import check_trackers
 from luffy.step.crediting import detach_notice
@@ -17,15 +17,20 @@ from luffy.train.build import build_planner, load_tasks, total_steps
 
 
 def dry_run(
-    cfg: Config, method: str, trainings: int = 1, renting: Renting | None = None, measures: bool = False
+    cfg: Config,
+    method: str,
+    trainings: int = 1,
+    measures: bool = False,
+    gpu: str | None = None,
+    price: float | None = None,
 ) -> list[str]:
     """Lines to print, of a run with stages for each of them; ``trainings`` like this one are made one after the other.
     Weights are loaded only if ``measures``: what the base does with the problems; for all else the model is built
-    without memory to count its parameters."""
-    stages, renting = stages_of(cfg), renting or Renting()
-    lines = [] if stages else _lines(cfg, method, trainings, renting, measures)
+    without memory to count its parameters. ``gpu`` and ``price``: as ``Place.of`` takes them."""
+    stages = stages_of(cfg)
+    lines = [] if stages else _lines(cfg, method, trainings, measures, gpu, price)
     for stage in stages:
-        of_stage = _lines(stage.cfg, stage.method, trainings, renting, measures and stage.number == 1)
+        of_stage = _lines(stage.cfg, stage.method, trainings, measures and stage.number == 1, gpu, price)
         handed = stage.knobs.hand_on if stage.number < len(stages) else ""
         begins = "" if stage.number == 1 else "; its model is the checkpoint that the stage before hands on"
         ends = f"stage      {stage.number} of {len(stages)}, {stage.name}: {stage.ending}"
@@ -34,8 +39,8 @@ def dry_run(
     return lines
 
 
-def _lines(cfg: Config, method: str, trainings: int, renting: Renting, measures: bool) -> list[str]:
-    place = Place.of(cfg, renting)
+def _lines(cfg: Config, method: str, trainings: int, measures: bool, gpu: str | None, price: float | None) -> list[str]:
+    place = Place.of(cfg, gpu, price)
     setup.check_names(cfg, method)
     notices = check_trackers(cfg) + place.notices
     tokenizer = setup.load_policy_tokenizer(cfg.model)
@@ -71,7 +76,7 @@ def _lines(cfg: Config, method: str, trainings: int, renting: Renting, measures:
         f"engine     {engine_line(cfg, method, model.config, place.on_gpu)}",
         f"step       {plan_line(cfg, batch, plan)}",
         f"update     {update_line(cfg, method, steps)}",
-        *need_lines(found, method, steps, trainings, renting.price),
+        *need_lines(found, method, steps, trainings, price),
     ]
     if measures:  # last: its memory and time disturb nothing
         lines += base_lines(cfg, method, tasks, model.parameters, place)

@@ -17,15 +17,6 @@ from luffy.rollout.vllm.http_client import VLLM_SLOTS
 
 
 @dataclass(frozen=True)
-class Renting:
-    """GPUs to estimate for: ``gpu`` by name (None: this machine's, or h200 if it has none), and the price of an hour of
-    one."""
-
-    gpu: str | None = None
-    price: float | None = None
-
-
-@dataclass(frozen=True)
 class Place:
     """A GPU or the CPU of this machine, or a ``rented`` GPU, which need not be there. Memory in bytes."""
 
@@ -37,17 +28,16 @@ class Place:
     notices: list[str] = field(default_factory=list)
 
     @classmethod
-    def of(cls, cfg: Config, renting: Renting) -> Place:
+    def of(cls, cfg: Config, gpu: str | None = None, price: float | None = None) -> Place:
         """The GPU that is named; else H200s for several processes that do not ask for a CPU on a machine without a GPU;
-        else this machine."""
+        else this machine. ``price``: of an hour of one GPU."""
         several = cfg.model.device != "cpu" and cfg.launch != "local"
-        absent = renting.gpu is None and several and not torch.cuda.is_available()
-        if absent:
+        if gpu is not None:
+            return cls.with_gpu(gpu, f"a rented {gpu.upper()}")
+        if several and not torch.cuda.is_available():
             return cls.with_gpu("h200", "a rented H200", [no_gpu_notice(cfg)])
-        if renting.gpu is not None:
-            return cls.with_gpu(renting.gpu, f"a rented {renting.gpu.upper()}")
         on_gpu = pick_device(cfg.model.device) == "cuda"
-        if renting.price is not None and not on_gpu:
+        if price is not None and not on_gpu:
             raise UserError("--gpu-price is for GPUs, and this run is meant for the CPU: name one with --gpu")
         return cls(on_gpu, *memory_of_machine(on_gpu))
 

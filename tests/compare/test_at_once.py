@@ -17,7 +17,7 @@ from luffy.compare.at_once import (
     weight_bytes,
 )
 from luffy.config import load_config
-from luffy.dry_run.place import Place, Renting
+from luffy.dry_run.place import Place
 from luffy.models.machine import pick_device
 from luffy.models.shared import Base
 
@@ -108,9 +108,7 @@ def test_the_weights_that_are_shared_are_those_of_the_estimate():
 
 def test_the_estimate_is_that_of_the_dry_run():
     gib = 2**30
-    small, large = (
-        peak_bytes(arm(**{"batch.tokens": n}).cfg, "rl", Place.of(arm().cfg, Renting())) for n in (512, 8192)
-    )
+    small, large = (peak_bytes(arm(**{"batch.tokens": n}).cfg, "rl", Place.of(arm().cfg)) for n in (512, 8192))
     assert 0.3 * gib < small < large < 3 * gib
 
 

@@ -21,7 +21,7 @@ from luffy.compare.base_holder import BaseHolder, room_for
 from luffy.compare.halving import Asked, Halving, compare_methods
 from luffy.compare.state import ArmState
 from luffy.config import load_config
-from luffy.dry_run.place import Place, Renting
+from luffy.dry_run.place import Place
 from luffy.errors import UserError
 from luffy.models.shared import VARIABLE, Base, taken
 
@@ -199,7 +199,7 @@ def test_a_comparison_has_one_if_two_train_at_once(make_config, tmp_path, monkey
 def test_more_train_at_once_only_where_they_do_share(make_config, tmp_path, monkeypatch):
     cfg = make_config(model={"lora": {"rank": 4}})
     arms = [lora_arm(cfg, lr) for lr in (1e-3, 3e-3)]
-    there = Place.of(cfg, Renting())
+    there = Place.of(cfg)
     monkeypatch.setattr(base_holder, "evaluations_at_once", lambda *_: 9)
     monkeypatch.setattr(rules, "available_cores", lambda: 64)
     monkeypatch.setattr(rules.Place, "of", lambda *_: replace(there, free=30 * 2**30))

@@ -1,13 +1,28 @@
 """What the base does before training: the same numbers as its own samples and log-probs, and no more than was asked."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from luffy.dry_run import base_lines, base_model
-from luffy.dry_run.base_model import measure
+from luffy.dry_run.base_model import (
+    CASES,
+    CLOSE,
+    FAR,
+    NO_TRACES,
+    PROBLEMS,
+    RARE,
+    SECONDS,
+    SOME,
+    STUCK,
+    TRIES,
+    case_of,
+    measure,
+)
 from luffy.dry_run.check import dry_run
-from luffy.dry_run.place import Place, Renting
+from luffy.dry_run.place import Place
 from luffy.guidance.plan import given
 from luffy.models.load import load_model
 from luffy.step.tasks import build_encoder
@@ -15,6 +30,8 @@ from luffy.train import setup
 from luffy.train.build import load_tasks
 from luffy.train.build_engines import scores_of
 from luffy.types import Request, Sampling
+
+PAGE = Path(__file__).parents[2] / "docs" / "choose.md"
 
 
 def tasks_of(cfg, method="rl"):
@@ -66,7 +83,7 @@ def test_a_problem_is_solved_by_one_of_eight(make_config, monkeypatch):
 
 def test_a_reward_that_always_fails_solves_no_problem_and_says_why(make_config):
     cfg = make_config(reward={"kind": "loop_rewards:always_raises"})
-    (line,) = base_lines.base_lines(cfg, "rl", tasks_of(cfg), 1000, Place.of(cfg, Renting()))
+    (line,) = base_lines.base_lines(cfg, "rl", tasks_of(cfg), 1000, Place.of(cfg))
     assert line.startswith("base       not measured: the reward failed on all samples, first: ")
     assert "KeyError: 'verdict'" in line
 
@@ -120,3 +137,24 @@ def test_weights_that_are_not_here_are_not_downloaded(make_config, tiny_model, t
     cfg = make_config(model={"path": str(tmp_path)})
     (line,) = [line for line in dry_run(cfg, "rl", measures=True) if line.startswith("base ")]
     assert line.endswith(f"the weights of {tmp_path} are not in a folder of this machine")
+
+
+@pytest.mark.parametrize(
+    ("solved", "unlikely", "case"),
+    [
+        (0.0, 0.0, STUCK), (0.05, 0.9, STUCK), (0.0501, 0.0, SOME), (0.499, 0.9, SOME), (0.5, 0.0499, CLOSE),
+        (1.0, 0.0, CLOSE), (0.5, 0.05, FAR), (0.4, None, SOME), (0.6, None, None), (None, 0.1, None),
+    ],
+)  # fmt: skip
+def test_the_case_at_its_borders(solved, unlikely, case):
+    assert case_of(solved, unlikely) is case
+    assert case_of(solved, unlikely, has_traces=False) is NO_TRACES
+
+
+def test_the_page_has_the_same_table_and_numbers():
+    text = PAGE.read_text(encoding="utf-8")
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
+    assert rows[2:] == [[case.when, case.take] for case in CASES]
+    said = " ".join(text.split())
+    assert f"samples {PROBLEMS} training problems {TRIES} times" in said
+    assert f"if the base gives it less than {RARE:g}" in said and SECONDS == 60

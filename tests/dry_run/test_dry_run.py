@@ -10,7 +10,7 @@ import torch
 from builders import write_rows
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from luffy.dry_run import Renting, check, dry_run, first_step, times
+from luffy.dry_run import check, dry_run, first_step, times
 from luffy.dry_run.cost import Gpu, Model, StepPlan
 from luffy.dry_run.memory import Work, kept_parts, memory_needs
 from luffy.dry_run.models import OtherModels, model_shape
@@ -103,8 +103,8 @@ def test_the_update_has_the_loss_of_its_method(make_config):
 def test_a_price_needs_a_gpu(make_config):
     cfg = make_config(model={"device": "cpu"})
     with pytest.raises(UserError, match="name one with --gpu"):
-        dry_run(cfg, "rl", renting=Renting(price=2.0))
-    assert any("at 2 an hour" in line for line in dry_run(cfg, "rl", renting=Renting("h200", 2.0)))
+        dry_run(cfg, "rl", price=2.0)
+    assert any("at 2 an hour" in line for line in dry_run(cfg, "rl", gpu="h200", price=2.0))
 
 
 @pytest.mark.parametrize("changes", [
@@ -154,7 +154,7 @@ def test_nothing_is_tried_in_bfloat16_on_a_cpu_without_it(
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
     cfg = make_config(model={"path": str(folder), "dtype": dtype})
     with Products() as products:
-        lines = dry_run(cfg, "rl", renting=Renting(gpu))
+        lines = dry_run(cfg, "rl", gpu=gpu)
     assert products.dtypes == {torch.float32}
     said = {line.split()[0]: line for line in lines if line.split()[0] in ("time", "cost", "warning")}
     assert said.keys() == kinds
@@ -225,7 +225,7 @@ def my_engine(cfg, model, device, warn):
 
 def test_the_engine_and_its_slots(make_config):
     def said(rollout, method="rl", **renting):
-        lines = dry_run(make_config(rollout=rollout), method, renting=Renting(**renting))
+        lines = dry_run(make_config(rollout=rollout), method, **renting)
         return next(line for line in lines if line.startswith("engine")).removeprefix("engine").strip()
 
     assert said({"slots": 24}) == "native, 24 slots"
@@ -240,7 +240,7 @@ def test_the_time_of_an_engine_of_ones_own_is_not_guessed(make_config, monkeypat
     monkeypatch.setattr(times, "duration", repr)
 
     def said(**rollout):
-        return dry_run(make_config(rollout=rollout), "rl", renting=Renting(gpu))[8]
+        return dry_run(make_config(rollout=rollout), "rl", gpu=gpu)[8]
 
     own, native = said(engine=f"{__name__}:my_engine"), said()
     assert f" a step (update alone: how long rollouts of {__name__}:my_engine take is not known), " in own
@@ -342,7 +342,7 @@ def test_the_cost_on_other_gpus_by_hand(make_config):
     """SFT has the tokens of its update alone: 6 FLOPs a weight and token. Two GPUs gather weights twice (those outside
     the layers once), reduce gradients and sync, and each receives half of it. GPU hours are hours times GPUs."""
     cfg = make_config(launch="torchrun", parallel={"workers": 2, "gather": "micro_batch"})
-    said = dry_run(cfg, "sft", renting=Renting("a100", 3.0))
+    said = dry_run(cfg, "sft", gpu="a100", price=3.0)
     cost = next(line for line in said if line.startswith("cost"))
     found = re.search(
         r"on 2 x A100: ([\d.e-]+) s a step \(update alone\), ([\d.e-]+) s for 4 steps, "
@@ -371,7 +371,7 @@ def test_the_cost_counts_every_pass_of_the_update(make_config, tiny_model, tmp_p
     monkeypatch.setattr(times, "duration", repr)
 
     def update_of(**changes):
-        said = "".join(dry_run(make_config(**changes), "rl", renting=Renting("h200")))
+        said = "".join(dry_run(make_config(**changes), "rl", gpu="h200"))
         return float(re.search(r"a step \(rollout .+, update [\d.e-]+ to ([\d.e-]+)\)", said)[1])
 
     plain = update_of()
@@ -450,7 +450,7 @@ def test_what_the_loss_masks_does_not_count_against_the_model(make_config, loss)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks for a GPU that is not there")
 def test_a_run_on_a_gpu_that_is_named_needs_none_here(make_config):
     cfg = make_config(model={"device": "cuda"})
-    assert any("a rented H200" in line for line in dry_run(cfg, "rl", renting=Renting("h200")))
+    assert any("a rented H200" in line for line in dry_run(cfg, "rl", gpu="h200"))
     with pytest.raises(UserError, match="torch sees no GPU"):
         dry_run(cfg, "rl")
 
@@ -466,7 +466,7 @@ def test_several_gpus_are_estimated_where_there_is_none(make_config):
     warned = [line for line in lines if line.startswith("warning    this machine has no GPU")]
     assert len(warned) == (0 if torch.cuda.is_available() else 1)
     with pytest.raises(UserError, match="--gpu b9: the cost model knows h200, h100, a100"):
-        dry_run(make_config(), "sft", renting=Renting("b9"))
+        dry_run(make_config(), "sft", gpu="b9")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without a GPU says so")
@@ -482,4 +482,4 @@ def test_several_processes_without_a_gpu_are_told_that_there_is_none(make_config
     cfg = make_config(launch=launch, parallel={"workers": 8}, model={"device": device})
     (warned,) = (line for line in dry_run(cfg, "rl") if line.startswith("warning    this machine has no GPU"))
     assert said in warned and "--gpu" in warned
-    assert not any("has no GPU" in line for line in dry_run(cfg, "rl", renting=Renting("h100")))
+    assert not any("has no GPU" in line for line in dry_run(cfg, "rl", gpu="h100"))
