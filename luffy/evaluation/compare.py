@@ -236,7 +236,7 @@ def paired_difference(pairs: Sequence[tuple[str, Array, Array]], resamples: int 
     fewer than ``ITEMS_TO_TELL`` items tell no difference.
     """
     observed = float(np.mean([(second - first).mean() for _, first, second in pairs]))
-    draws = np.mean([_draws(name, second - first, resamples, seed) for name, first, second in pairs], axis=0)
+    draws = np.mean([resampled_means(b - a, resamples, _rng(seed, name)) for name, a, b in pairs], axis=0)
     low, high = np.quantile(draws, [0.025, 0.975])
     # equal items give equal sums up to rounding: a hair's breadth counts as reached
     as_far = np.abs(draws - observed) >= abs(observed) - 1e-12
@@ -245,6 +245,5 @@ def paired_difference(pairs: Sequence[tuple[str, Array, Array]], resamples: int 
     return Difference(observed, float(low), float(high), p)
 
 
-def _draws(name: str, differences: Array, resamples: int, seed: int) -> Array:
-    rng = np.random.default_rng(seed_of(f"bootstrap:{seed}:{name}"))
-    return resampled_means(differences, resamples, rng)
+def _rng(seed: int, benchmark: str) -> np.random.Generator:
+    return np.random.default_rng(seed_of(f"bootstrap:{seed}:{benchmark}"))

@@ -23,6 +23,7 @@ from luffy.rollout.vllm.colocated import VllmEngine, engine_arguments
 VLLM_MEMORY_FRACTION = 0.9  # nothing else needs the GPU here
 CPU_SLOTS = 64  # each keeps keys and values for the longest response
 VLLM_SLOTS = 256
+MODEL_FILES = (".safetensors", ".json", ".jinja", ".gguf", ".model", ".txt")  # a change of one is another model
 
 
 @dataclass(frozen=True)
@@ -92,13 +93,9 @@ def model_identity(model: str) -> str:
     path = Path(model)
     if not path.exists():
         return f"hub:{model}"
-    files = [path] if path.is_file() else sorted(f for f in path.iterdir() if _matters(f))
+    files = [path] if path.is_file() else sorted(f for f in path.iterdir() if f.is_file() and f.suffix in MODEL_FILES)
     digest = hashlib.sha256()
     for file in files:
         with file.open("rb") as stream:
             digest.update(f"{file.name}:{hashlib.file_digest(stream, 'sha256').hexdigest()}\n".encode())
     return f"sha256:{digest.hexdigest()}"
-
-
-def _matters(file: Path) -> bool:
-    return file.is_file() and file.suffix in (".safetensors", ".json", ".jinja", ".gguf", ".model", ".txt")

@@ -58,8 +58,8 @@ def traces_schema(problems: ProblemDataset, keep_traces: bool = False, turns: bo
     turns = turns or any(trace.messages is not None for trace in kept)
     fields = {**TRACE_FIELDS, "messages": TURNS} if turns else TRACE_FIELDS
     schema = problem_schema(fields, _type_of_prompts(problems))
-    found = column_types(lambda: map(_other_values, problems))
-    others = {name: kind for name, kind in found.items() if name not in schema.names}
+    found = column_types(lambda: (problem.meta for problem in problems))
+    others = {name: kind for name, kind in found.items() if name not in (ROW_KEY, *schema.names)}
     written = {name: kind for name, kind in others.items() if kind is not None and name not in OTHER_LAYOUTS}
     if left_out := [name for name in others if name not in written]:
         why = "values that no one type of Parquet holds, or a name that means another layout"
@@ -80,10 +80,6 @@ def _type_of_prompt(problem: Problem) -> pa.DataType:
         return QUESTION
     has_tools = any(message.tool_calls or message.name for message in problem.prompt)
     return TURNS if has_tools else pa.list_(MESSAGE)
-
-
-def _other_values(problem: Problem) -> Record:
-    return {name: value for name, value in problem.meta.items() if name != ROW_KEY}
 
 
 def problem_schema(trace_fields: Mapping[str, pa.DataType], prompt: pa.DataType = QUESTION) -> pa.Schema:

@@ -19,7 +19,8 @@ def show(text: str) -> Markup:
     """Escaped, with control, direction and lone surrogate characters written out as U+XXXX."""
     if text.isprintable():
         return escape(text)
-    return Markup("").join(_visible(c) if is_hidden(c) else escape(c) for c in text)
+    written = Markup('<span class="ctl">U+{:04X}</span>')
+    return Markup("").join(written.format(ord(c)) if is_hidden(c) else escape(c) for c in text)
 
 
 def legible(text: str) -> str:
@@ -31,10 +32,6 @@ def is_hidden(character: str) -> bool:
     if character in _KEPT:
         return False
     return unicodedata.category(character) in {"Cc", "Cf", "Cs", "Co", "Cn"} or character in _SEPARATORS
-
-
-def _visible(character: str) -> Markup:
-    return Markup('<span class="ctl">U+{:04X}</span>').format(ord(character))
 
 
 def shorten(text: str, limit: int) -> str:

@@ -283,7 +283,8 @@ class CheckpointStore:
             self._sweep()
             self._point_latest()
             self.rotate(best_step)
-            self._remove_optimizers()
+            for checkpoint in [] if self.keep_optimizer is None else list(self)[self.keep_optimizer :]:
+                _only_model(checkpoint)
 
     def _point_latest(self) -> None:
         """Link ``latest`` to the newest checkpoint and write its step to ``saved.json``."""
@@ -339,11 +340,6 @@ class CheckpointStore:
                 _only_model(checkpoint)
             elif checkpoint.step != best_step:
                 _delete(checkpoint.path)
-
-    def _remove_optimizers(self) -> None:
-        """Remove optimizer state from all but the newest ``keep_optimizer``; a link belongs to another disk."""
-        for checkpoint in [] if self.keep_optimizer is None else list(self)[self.keep_optimizer :]:
-            _only_model(checkpoint)
 
     def newest_whole(self, warn: Callable[[str], None]) -> Checkpoint | None:
         """The newest checkpoint that passes its manifest and has optimizer state, None if there is no checkpoint.

@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from luffy.config import Config
 from luffy.config.stages import Stage
@@ -19,6 +19,8 @@ from luffy.files import as_object, json_object, write_atomically
 from luffy.run_folder.layout import STAGES
 from luffy.run_folder.runs import flat_config
 from luffy.schema import to_dict
+
+T = TypeVar("T")
 
 REMEDY = "restore it from a copy, or begin again with another name="
 # Settings that leave a stage as it was made, with those below them.
@@ -88,22 +90,16 @@ def read_stages(folder: Path) -> StageFile:
     if not path.is_file():
         return StageFile()
     value = json_object(path.read_bytes(), path, REMEDY, finished=list)
-    return StageFile(tuple(_finished(entry, path) for entry in value["finished"]), _ending(value.get("ending"), path))
+    numbers: dict[str, type] = dict.fromkeys(("first", "last", "handed_on"), int)
+    finished = (_read(FinishedStage, entry, path, method=str, settings=dict, **numbers) for entry in value["finished"])
+    ending = value.get("ending")
+    return StageFile(tuple(finished), None if ending is None else _read(Ending, ending, path, step=int, knobs=dict))
 
 
-def _finished(entry: Any, path: Path) -> FinishedStage:
-    kinds: dict[str, type] = {"name": str, "method": str, "first": int, "last": int, "ended_by": str, "handed_on": int}
-    kinds["settings"] = dict
-    checked = as_object(entry, path, REMEDY, **kinds)
-    return FinishedStage(**{name: checked[name] for name in kinds})
-
-
-def _ending(entry: Any, path: Path) -> Ending | None:
-    if entry is None:
-        return None
-    kinds: dict[str, type] = {"name": str, "step": int, "ended_by": str, "knobs": dict}
-    checked = as_object(entry, path, REMEDY, **kinds)
-    return Ending(**{name: checked[name] for name in kinds})
+def _read(kind: type[T], entry: Any, path: Path, **kinds: type) -> T:
+    """A ``kind`` from its JSON; other keys are left out."""
+    checked = as_object(entry, path, REMEDY, name=str, ended_by=str, **kinds)
+    return kind(**{name: checked[name] for name in ("name", "ended_by", *kinds)})
 
 
 def settings_of(stage: Stage) -> dict[str, Any]:

@@ -188,7 +188,8 @@ class SampleTable:
             if offset not in numbers:  # a damaged line, which is no sample
                 continue
             raw = line.decode("utf-8", "replace").lower()
-            if written in raw and _mentions(sample_texts(line, self.path), query):
+            row = sample_texts(line, self.path) if written in raw else {}
+            if any(query in str(row.get(name, "")).lower() for name in SEARCHED):
                 yield numbers[offset]
 
     def page(self, numbers: Sequence[int], start: int, success: float) -> list[dict[str, Any]]:
@@ -212,10 +213,6 @@ class SampleTable:
         if not 0 <= number < len(self.heads):
             raise UserError(f"no sample {number}: there are {len(self.heads):,}; reload the page")
         return self.heads[number]
-
-
-def _mentions(row: Mapping[str, Any], query: str) -> bool:
-    return any(query in str(row.get(name, "")).lower() for name in SEARCHED)
 
 
 def _entry(number: int, head: SampleHead, success: float) -> dict[str, Any]:
