@@ -20,7 +20,7 @@ from luffy.files import as_object, json_object, write_atomically
 from luffy.hub import hub_fault
 from luffy.report.model_card import MARK, BenchmarkFigure, CardFacts, draw_curves, model_card, public
 from luffy.run_folder.changes import settings_at
-from luffy.run_folder.checkpoint import MANIFEST, Checkpoint, CheckpointStore, files_below, is_card
+from luffy.run_folder.checkpoint import MANIFEST, Checkpoint, checkpoints_of, files_below, is_card
 from luffy.run_folder.layout import BEST, CARD, CONFIG, CURVES, DATA, EVAL_SAMPLES, SAMPLES
 from luffy.run_folder.runs import read_config, without_samples
 from luffy.yaml_text import YAML_ERRORS, read_yaml
@@ -96,9 +96,7 @@ def _of_checkpoint(checkpoint: Checkpoint) -> PushedModel:
 
 
 def _choose(run: Path, which: str) -> Checkpoint:
-    found = {str(checkpoint.step): checkpoint for checkpoint in CheckpointStore(run / "checkpoints", keep=1)}
-    if not found:
-        raise UserError(f"{run} has no checkpoint yet; train it first")
+    found = {str(step): checkpoint for step, checkpoint in checkpoints_of(run).items()}
     steps = ", ".join(sorted(found, key=int))
     if which == "latest":
         which = max(found, key=int)

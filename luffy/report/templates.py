@@ -29,7 +29,8 @@ def page(name: str, **values: Any) -> Markup:
 
 def asset(name: str) -> Markup:
     """The text of a style sheet or script, to stand in a page as it is."""
-    return Markup((ASSETS / name).read_text(encoding="utf-8"))
+    folder = ASSETS if (ASSETS / name).is_file() else VIEW_ASSETS
+    return Markup((folder / name).read_text(encoding="utf-8"))
 
 
 @cache

@@ -380,12 +380,18 @@ def flush_tree(folder: Path) -> None:
     flush_path(folder)
 
 
-def best_or_newest(run: Path) -> tuple[Checkpoint, str]:
-    """The checkpoint of a run folder to use, the best by held-out accuracy or else the newest, and which of the two it
-    is."""
+def checkpoints_of(run: Path) -> dict[int, Checkpoint]:
+    """The checkpoints of a run folder, at least one, by step."""
     found = {checkpoint.step: checkpoint for checkpoint in CheckpointStore(run / "checkpoints", keep=1)}
     if not found:
         raise UserError(f"{run} has no checkpoint yet; train it first")
+    return found
+
+
+def best_or_newest(run: Path) -> tuple[Checkpoint, str]:
+    """The checkpoint of a run folder to use, the best by held-out accuracy or else the newest, and which of the two it
+    is."""
+    found = checkpoints_of(run)
     record = run / BEST
     if record.is_file():
         best = json_object(record.read_bytes(), record, "remove it, and the newest checkpoint is taken", step=int)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +21,13 @@ from luffy.report.methods import Method, Styled
 from luffy.report.samples import CLOSE, problem_html, sample_cards
 from luffy.report.svg import crowded
 from luffy.report.tables import change_table, difference_table, final_table, phase_table, run_table, steps_of
-from luffy.report.templates import macro, page
+from luffy.report.templates import asset, macro, page
 from luffy.report.text import legible
 from luffy.run_folder.runs import RunRecord, whole
 from luffy.view.live import PAGE, Board, Filter, SampleTable, Snapshot
 
-ASSETS = {
-    "components.css": ("luffy.report", "text/css"),
-    "components.js": ("luffy.report", "text/javascript"),
-    "view.css": ("luffy.view", "text/css"),
-    "view.js": ("luffy.view", "text/javascript"),
-    "browser.js": ("luffy.view", "text/javascript"),
-}
+ASSETS = ("components.css", "components.js", "view.css", "view.js", "browser.js")
+KINDS = {".css": "text/css", ".js": "text/javascript"}
 MOST_SAMPLES = 64  # of a group
 MOST_CHARTS = 24  # added by hand
 MOST_SMOOTHING = 0.99
@@ -56,10 +50,7 @@ def as_json(value: Any, status: int = 200) -> PageReply:
 class Site:
     def __init__(self, board: Board) -> None:
         self.board = board
-        self.assets = {
-            f"/assets/{name}": PageReply((files(package) / "assets" / name).read_text(encoding="utf-8"), kind)
-            for name, (package, kind) in ASSETS.items()
-        }
+        self.assets = {f"/assets/{name}": PageReply(asset(name), KINDS[Path(name).suffix]) for name in ASSETS}
         self.pages: dict[str, Callable[[Query], PageReply]] = {
             "/": lambda query: PageReply(page("page.html", version=__version__)),
             "/api/state": self._state,
