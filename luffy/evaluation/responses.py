@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
+from itertools import islice
 from typing import Any
 
 from luffy.config import EnvironmentConfig
@@ -13,10 +14,8 @@ from luffy.data.prompts import resolve_style
 from luffy.evaluation import plan
 from luffy.evaluation.engines import LoadedModel
 from luffy.evaluation.results import Settings
-from luffy.evaluation.scoring import Response
 from luffy.guidance.plan import extended, unwritten
-from luffy.run_folder.console import EvalView
-from luffy.types import Episode, Sampling
+from luffy.types import Episode, Request, Sampling
 
 
 def encoder_for(
@@ -54,35 +53,42 @@ def answered(loaded: LoadedModel, begun: Sequence[Episode]) -> list[Episode]:
     return [extended(episode, completion, 0) for episode, completion in zip(begun, completions, strict=True)]
 
 
-def finished_in_parts(
-    jobs: Sequence[plan.PlannedResponse],
-    loaded: LoadedModel,
-    settings: Settings,
-    chunk: int,
-    view: EvalView,
-) -> Iterator[list[Response]]:
-    """Responses in the order in which they finish; ``chunk`` of them at a time. Those with an environment are played
-    ``chunk`` at a time."""
+def begun(jobs: Iterable[plan.PlannedResponse], loaded: LoadedModel, settings: Settings) -> Iterator[Episode]:
+    """The episode of each response to make, with nothing in it yet."""
 
     @cache  # an engine checks requests with the same tokens and sampling once
     def sampling(prompt_length: int) -> Sampling:
         most = min(settings.max_tokens, loaded.context - prompt_length)
         return Sampling(most, settings.temperature, settings.top_p, settings.top_k, loaded.eos_ids)
 
-    def begun(job: plan.PlannedResponse) -> Episode:
-        return unwritten(job.task, job.seed(settings.seed), sampling(len(job.task.prompt_ids)))
+    for job in jobs:
+        yield unwritten(job.task, job.seed(settings.seed), sampling(len(job.task.prompt_ids)))
 
+
+def finished_in_parts(
+    loaded: LoadedModel, episodes: Iterable[Episode], chunk: int, count: Callable[[int], object] = lambda done: None
+) -> Iterator[list[tuple[int, Episode]]]:
+    """Episodes with their answers, each with its number, in the order in which they finish; ``chunk`` of them at a
+    time. Those with an environment are played ``chunk`` at a time. ``count(done)`` hears of each."""
+    numbered, under_way = enumerate(episodes), dict[int, Episode]()
     if loaded.conversations is not None:
-        for start in range(0, len(jobs), chunk):
-            some = jobs[start : start + chunk]
-            yield list(zip(some, answered(loaded, list(map(begun, some))), strict=True))
-            view.working(start + len(some))
+        while some := list(islice(numbered, chunk)):
+            numbers, unplayed = zip(*some, strict=True)
+            yield list(zip(numbers, played(loaded.conversations, loaded.engine, unplayed), strict=True))
+            count(numbers[-1] + 1)
         return
-    requests = (begun(job).request_for() for job in jobs)
-    part: list[Response] = []
-    for count, (index, completion) in enumerate(loaded.engine.stream(requests), start=1):
-        part.append((jobs[index], extended(begun(jobs[index]), completion, 0)))
-        view.working(count)
-        if len(part) == chunk or count == len(jobs):
+
+    def requests() -> Iterator[Request]:
+        for number, episode in numbered:
+            under_way[number] = episode
+            yield episode.request_for()
+
+    part: list[tuple[int, Episode]] = []
+    for done, (number, completion) in enumerate(loaded.engine.stream(requests()), start=1):
+        part.append((number, extended(under_way.pop(number), completion, 0)))
+        count(done)
+        if len(part) == chunk:
             yield part
             part = []
+    if part:
+        yield part

@@ -17,7 +17,7 @@ from luffy.evaluation import plan
 from luffy.evaluation.background_work import BackgroundWork
 from luffy.evaluation.benchmarks import load_suite
 from luffy.evaluation.engines import LoadedModel, load_engine
-from luffy.evaluation.responses import conversations_for, encoder_for, finished_in_parts
+from luffy.evaluation.responses import begun, conversations_for, encoder_for, finished_in_parts
 from luffy.evaluation.results import (
     ITEMS,
     Result,
@@ -116,8 +116,8 @@ def run_jobs(
 
     try:
         with BackgroundWork() as background:
-            for responses in finished_in_parts(todo, loaded, settings, chunk, view):
-                background.submit(save, responses)
+            for part in finished_in_parts(loaded, begun(todo, loaded, settings), chunk, view.working):
+                background.submit(save, [(todo[number], episode) for number, episode in part])
     finally:
         items.close()
         view.close()

@@ -10,7 +10,7 @@ from itertools import count, islice
 from typing import Any, NamedTuple, Protocol
 
 from luffy.config import EnvironmentConfig
-from luffy.conversations import Conversations, Scoring, conversations_of, maker_of, played, tools_of
+from luffy.conversations import Scoring, conversations_of, maker_of, tools_of
 from luffy.data import Encoder
 from luffy.data.prompts import resolve_style, with_system_prompt
 from luffy.errors import DataError, UserError
@@ -18,7 +18,7 @@ from luffy.guidance.plan import unwritten
 from luffy.prepare.endpoint import CUT_OFF, Endpoint, Refused, Reply, Stopped
 from luffy.prepare.endpoint_episodes import EndpointEpisode
 from luffy.seeds import seed_of
-from luffy.types import THINK, Completion, Episode, EpisodeOutcome, Message, Problem, Request, Sampling, Score, Task
+from luffy.types import THINK, Episode, EpisodeOutcome, Message, Problem, Sampling, Score, Task
 
 SAVED_AT_ONCE = 256  # samples of a model in this process
 TOKEN_ID = "token_id:"
@@ -245,49 +245,47 @@ class LocalTeacher:
         from luffy.evaluation.engines import load_native
 
         loaded = load_native(path, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
-        self._tokenizer, self._engine = loaded.tokenizer, loaded.engine
         most = max_tokens if environment is None else environment.max_tokens or 2 * max_tokens
         room = loaded.context - most
         self._no_room = f"--max-tokens {max_tokens} leaves no room for the prompt in the context of {loaded.context}"
         if room < 1:
             raise UserError(self._no_room)
-        style = resolve_style(style, self._tokenizer)
+        style = resolve_style(style, loaded.tokenizer)
         limits: dict[str, Any] = {"max_prompt_tokens": room, "overlong_prompt": "drop"}
-        self._encoder = Encoder(self._tokenizer, style, system_prompt, tools=tools_of(environment), **limits)
-        self._conversations = conversations_of(environment, self._encoder, most)
-        stops = self._encoder.stops(loaded.eos_ids)
-        self._sampling = Sampling(max_tokens, temperature, eos_ids=stops)
+        self._encoder = Encoder(loaded.tokenizer, style, system_prompt, tools=tools_of(environment), **limits)
+        self._loaded = replace(loaded, conversations=conversations_of(environment, self._encoder, most))
+        self._sampling = Sampling(max_tokens, temperature, eos_ids=self._encoder.stops(loaded.eos_ids))
         self._seed = seed
-        self._same_ids = tokenizer is not None and tokenizer.get_vocab() == self._tokenizer.get_vocab()
+        self._same_ids = tokenizer is not None and tokenizer.get_vocab() == loaded.tokenizer.get_vocab()
 
     def answer(self, problems: Iterable[Problem], n: int) -> Iterator[list[Answer]]:
         """Yield answers some hundred samples at a time, while the engine works on the next problems."""
-        if self._conversations is not None:
-            yield from self._play(self._conversations, problems, n)
-            return
-        open_problems: dict[int, tuple[Task, list[TeacherResponse | None]]] = {}
+        from luffy.evaluation.responses import finished_in_parts
+
+        open_problems: dict[int, tuple[Problem, list[TeacherResponse | None]]] = {}
         numbers = count()
         answered: list[Answer] = []
 
-        def requests() -> Iterator[Request]:
+        def begun() -> Iterator[Episode]:
             for problem in problems:
                 task, refusal = self._task(problem)
                 if task is None:
                     answered.append(Answer(problem, [], refusal))
                     continue
-                open_problems[next(numbers)] = (replace(task, problem=problem), [None] * n)
+                open_problems[next(numbers)] = problem, [None] * n
                 for place in range(n):
-                    yield Request(task.prompt_ids, seed_of(f"{self._seed}:{problem.id}:{place}"), self._sampling)
+                    yield unwritten(task, seed_of(f"{self._seed}:{problem.id}:{place}"), self._sampling)
 
-        for index, completion in self._engine.stream(requests()):
-            number, place = divmod(index, n)
-            task, samples = open_problems[number]
-            samples[place] = self._drawn(task, completion)
-            drawn = [sample for sample in samples if sample is not None]
-            if len(drawn) == n:
-                del open_problems[number]
-                answered.append(Answer(task.problem, drawn))
-            if len(answered) * n >= SAVED_AT_ONCE:
+        for part in finished_in_parts(self._loaded, begun(), SAVED_AT_ONCE):
+            for index, episode in part:
+                number, place = divmod(index, n)
+                problem, samples = open_problems[number]
+                samples[place] = self._drawn(episode)
+                drawn = [sample for sample in samples if sample is not None]
+                if len(drawn) == n:
+                    del open_problems[number]
+                    answered.append(Answer(problem, drawn))
+            if answered:
                 yield answered
                 answered = []
         if answered:
@@ -300,37 +298,15 @@ class LocalTeacher:
         except DataError as error:
             return None, str(error)
 
-    def _play(self, rules: Conversations, problems: Iterable[Problem], n: int) -> Iterator[list[Answer]]:
-        """Episodes in the environment, the samples of some problems together."""
-        rest = iter(problems)
-        while some := list(islice(rest, max(SAVED_AT_ONCE // n, 1))):
-            tasks = [self._task(problem) for problem in some]
-            begun = [
-                unwritten(task, seed_of(f"{self._seed}:{task.problem.id}:{place}"), self._sampling)
-                for task, _ in tasks
-                if task is not None
-                for place in range(n)
-            ]
-            episodes = iter(played(rules, self._engine, begun))
-            yield [
-                Answer(problem, [], refusal)
-                if task is None
-                else Answer(problem, [self._acted(rules, next(episodes)) for _ in range(n)])
-                for problem, (task, refusal) in zip(some, tasks, strict=True)
-            ]
-
-    def _acted(self, rules: Conversations, episode: Episode) -> TeacherResponse:
-        assert episode.outcome is not None
-        text = str(self._tokenizer.decode(episode.answer_ids, skip_special_tokens=True))
-        return acted(rules, episode.outcome, text)
-
-    def _drawn(self, task: Task, completion: Completion) -> TeacherResponse:
-        ids = tuple(completion.token_ids.tolist())
-        text = whole_response(self._tokenizer.decode(ids, skip_special_tokens=True), task.in_thought)
-        finished = completion.finish == "stop"
+    def _drawn(self, episode: Episode) -> TeacherResponse:
+        text = str(self._loaded.tokenizer.decode(episode.answer_ids, skip_special_tokens=True))
+        if self._loaded.conversations is not None and episode.outcome is not None:
+            return acted(self._loaded.conversations, episode.outcome, text)
+        text, finished = whole_response(text, episode.task.in_thought), episode.finish == "stop"
         if not self._same_ids:
             return TeacherResponse(text, finished, log_prob_status="log_probs_without_matching_ids")
-        return TeacherResponse(text, finished, ids, tuple(completion.log_probs.tolist()), "log_probs_recorded")
+        ids, log_probs = episode.token_ids.tolist(), episode.engine_log_probs.tolist()
+        return TeacherResponse(text, finished, tuple(ids), tuple(log_probs), "log_probs_recorded")
 
 
 # ---- from the command line
