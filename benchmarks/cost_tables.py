@@ -69,7 +69,7 @@ PLANS = (
 def row(plan: StepPlan, gpu: Gpu) -> list[str]:
     name = f"{plan.model.name} on {plan.gpus}, {'hybrid' if plan.hybrid else 'full'}, {plan.width} a copy"
     name += ", gathered once" if plan.gathered_once else ""
-    taken, held = memory(plan, gpu), places(plan, gpu)
+    taken, held = memory(plan), places(plan, gpu)
     wanted = plan.responses / (plan.gpus / plan.width)
     room = [f"{taken / GB:,.0f} GB", f"{held:,.0f} of {wanted:,.0f}", f"{host_memory(plan, gpu) / GB:,.0f} GB"]
     if held < 1:

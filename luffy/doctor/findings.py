@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import groupby
 from typing import Any, Literal
 
 from rich.box import SIMPLE_HEAD
@@ -66,12 +67,8 @@ class Cluster:
 
 def spans(numbers: Sequence[int]) -> str:
     """``[0, 1, 2, 5]`` -> ``0-2, 5``."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
+    consecutive = groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])
+    runs = [[number for _, number in run] for _, run in consecutive]
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 

@@ -216,7 +216,7 @@ def weight_sync(plan: StepPlan, gpu: Gpu) -> float:
     return synced_bytes(plan) / (gpu.nvlink if plan.machines <= 1 or plan.hybrid else gpu.network)
 
 
-def memory(plan: StepPlan, gpu: Gpu) -> float:
+def memory(plan: StepPlan) -> float:
     """Bytes of a GPU that are taken before the cache is: masters, moments, gradients (offloaded, the gradients alone;
     with LoRA the masters alone, and on one GPU none: it trains beside the copy that rolls out), and that copy."""
     trained = (4 if plan.gpus > 1 else 0) if plan.adapters else 4 if plan.offloaded else 16
@@ -227,10 +227,10 @@ def fits_gathered(plan: StepPlan, gpu: Gpu) -> bool:
     """Whether all weights and their gradients fit on every GPU besides, if activations are recomputed."""
     gathered = plan.model.weights + (0 if plan.adapters else 4 * plan.model.parameters)
     activations = plan.model.itemsize * plan.model.hidden * plan.model.layers * plan.micro_batch
-    return memory(plan, gpu) + gathered + activations <= gpu.usable * gpu.memory
+    return memory(plan) + gathered + activations <= gpu.usable * gpu.memory
 
 
 def places(plan: StepPlan, gpu: Gpu) -> float:
     """Sequences of mean length whose cache a group of ``width`` GPUs holds at once."""
-    left = max(gpu.usable * gpu.memory - memory(plan, gpu), 0.0) * plan.width
+    left = max(gpu.usable * gpu.memory - memory(plan), 0.0) * plan.width
     return left / ((plan.prompt + plan.response) * plan.model.kv_bytes)

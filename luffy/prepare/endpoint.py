@@ -56,6 +56,8 @@ class Endpoint:
 
     def __post_init__(self) -> None:
         base = checked_address(self.url, "--endpoint", "http://localhost:8000/v1", "--api-key-env")
+        if not self.model:
+            raise UserError("--endpoint needs --model, the model's name at the server")
         if self.api not in ("chat", "completions"):
             raise UserError(f"--api {self.api} is unknown; known: chat, completions")
         self.address = f"{base}/{'chat/completions' if self.api == 'chat' else 'completions'}"

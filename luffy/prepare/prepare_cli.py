@@ -119,6 +119,7 @@ def traces(
     environment: PlayedIn = None,
 ) -> None:
     """Verified traces from an OpenAI-compatible server or a local model."""
+    from luffy.prepare.endpoint import Endpoint
     from luffy.prepare.teachers import endpoint_teacher, local_teacher
     from luffy.prepare.traces import prepare_traces
 
@@ -132,9 +133,11 @@ def traces(
             seed=seed, style=style, system_prompt=system_prompt, dtype=dtype,
         )  # fmt: skip
     else:
+        key = _api_key(api_key_env)
         asked, settings = endpoint_teacher(
-            str(endpoint), model, api, _api_key(api_key_env), logprobs, sampling | _fields(extra_body), seed, style,
-            system_prompt, tokenizer, concurrency, retries, timeout, trust_remote_code, played_in,
+            Endpoint(str(endpoint), model or "", api, key, logprobs, retries, timeout_s=timeout),
+            sampling | _fields(extra_body), seed, style, system_prompt, tokenizer, concurrency, trust_remote_code,
+            played_in,
         )  # fmt: skip
     card = prepare_traces(
         file, out, asked, teacher or model or Path(str(local)).name, settings,

@@ -313,41 +313,33 @@ class LocalTeacher:
 
 
 def endpoint_teacher(
-    url: str,
-    model: str | None,
-    api: str,
-    api_key: str | None,
-    log_probs: bool,
+    endpoint: Endpoint,
     sampling: dict[str, Any],
     seed: int,
     style: str,
     system_prompt: str | None,
     tokenizer_path: str | None,
     concurrency: int,
-    retries: int,
-    timeout_s: float,
     trust_remote_code: bool = False,
     environment: EnvironmentConfig | None = None,
 ) -> tuple[Teacher, dict[str, Any]]:
     """Teacher that asks a server, and the settings its samples depend on (no key among them)."""
-    if not model:
-        raise UserError("--endpoint needs --model, the model's name at the server")
-    if environment is not None and api != "chat":
-        raise UserError("--environment plays chats: drop --api")
-    asks_log_probs = log_probs and environment is None  # traces of several turns have none
-    endpoint = Endpoint(url, model, api, api_key, asks_log_probs, retries, timeout_s=timeout_s)
+    settings = {"endpoint": endpoint.url, "model": endpoint.model, "api": endpoint.api, "log_probs": endpoint.log_probs}
+    settings |= {"tokenizer": tokenizer_path, "sampling": sampling, "seed": seed, "style": style}
+    settings |= {"system_prompt": system_prompt, **_played_in(environment)}
     tokenizer = _tokenizer(tokenizer_path, trust_remote_code)
-    encoder = None
-    if api == "completions" and tokenizer is not None:
+    encoder = rules = None
+    if endpoint.api == "completions" and tokenizer is not None:
         encoder = Encoder(tokenizer, resolve_style(style, tokenizer), system_prompt)
     elif style != "auto":
         raise UserError("--style is the server's own matter with --api chat; with completions it needs --tokenizer")
-    rules = None if environment is None else Scoring(environment, maker_of(environment), failure=0.0)
-    at_once = concurrency if environment is None else min(concurrency, environment.at_once)
-    teacher = EndpointTeacher(endpoint, sampling, seed, at_once, system_prompt, tokenizer, encoder, rules)
-    settings = {"endpoint": url, "model": model, "api": api, "log_probs": log_probs, "tokenizer": tokenizer_path}
-    settings |= {"sampling": sampling, "seed": seed, "style": style, "system_prompt": system_prompt}
-    return teacher, settings | _played_in(environment)
+    if environment is not None:
+        if endpoint.api != "chat":
+            raise UserError("--environment plays chats: drop --api")
+        endpoint = replace(endpoint, log_probs=False)  # traces of several turns have none
+        rules = Scoring(environment, maker_of(environment), failure=0.0)
+        concurrency = min(concurrency, environment.at_once)
+    return EndpointTeacher(endpoint, sampling, seed, concurrency, system_prompt, tokenizer, encoder, rules), settings
 
 
 def local_teacher(

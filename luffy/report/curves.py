@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from statistics import NormalDist, fmean, stdev
 
 import numpy as np
@@ -66,14 +67,8 @@ def thin_out(curves: Sequence[Curve], limit: int = MOST_POINTS) -> tuple[list[Cu
         return [list(curve) for curve in curves], 1
     bin_of = {x: i // width for i, x in enumerate(steps)}
     ends = {i // width: x for i, x in enumerate(steps)}
-    return [_binned(curve, bin_of, ends) for curve in curves], width
-
-
-def _binned(curve: Curve, bin_of: dict[float, int], ends: dict[int, float]) -> Curve:
-    bins: dict[int, list[float]] = {}
-    for x, y in curve:
-        bins.setdefault(bin_of[x], []).append(y)
-    return [(ends[b], fmean(ys)) for b, ys in bins.items()]
+    binned = [groupby(curve, key=lambda point: bin_of[point[0]]) for curve in curves]
+    return [[(ends[b], fmean(y for _, y in points)) for b, points in bins] for bins in binned], width
 
 
 def smooth(curve: Curve, strength: float) -> Curve:

@@ -89,20 +89,20 @@ def test_more_gpus_share_the_work():
     twice = replace(SEVEN, gpus=16)
     assert update(twice, H200) == pytest.approx(update(SEVEN, H200) / 2)
     assert rollout(twice, H200) < rollout(SEVEN, H200)
-    assert memory(twice, H200) < memory(SEVEN, H200)
+    assert memory(twice) < memory(SEVEN)
 
 
 def test_memory_with_the_optimizer_in_host_memory_by_hand():
     """Gradients, in float32 and sharded, stay beside the copy that rolls out; masters and two moments do not."""
     for gpus in (1, 8):
-        plain, offloaded = (memory(replace(SEVEN, gpus=gpus, offloaded=o), H200) for o in (False, True))
+        plain, offloaded = (memory(replace(SEVEN, gpus=gpus, offloaded=o)) for o in (False, True))
         assert offloaded == pytest.approx((4 / gpus + 2) * 7.6e9)
         assert plain - offloaded == pytest.approx(12 / gpus * 7.6e9)
 
 
 def test_memory_with_adapters_by_hand():
     """Frozen weights are sharded in float32; one GPU has them once, in bfloat16."""
-    eight, one = (memory(replace(SEVEN, adapters=True, gpus=gpus), H200) for gpus in (8, 1))
+    eight, one = (memory(replace(SEVEN, adapters=True, gpus=gpus)) for gpus in (8, 1))
     assert eight == pytest.approx((4 / 8 + 2) * 7.6e9) and one == pytest.approx(2 * 7.6e9)
 
 

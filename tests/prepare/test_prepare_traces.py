@@ -449,9 +449,8 @@ def test_completions_take_the_rendered_text(serve, tmp_path, sums_file, tokenize
         choice = {"text": text, "finish_reason": "stop", "logprobs": logprobs}
         server = serve(lambda body, number: (200, {"choices": [choice]}, {}))
         sampling, tokenizer = {"max_tokens": 5}, str(tokenizer_folder)
-        teacher, settings = endpoint_teacher(
-            server.url, "big", "completions", None, name == "ids", sampling, 0, "paper", None, tokenizer, 2, 0, 60
-        )
+        endpoint = Endpoint(server.url, "big", "completions", log_probs=name == "ids", retries=0, timeout_s=60)
+        teacher, settings = endpoint_teacher(endpoint, sampling, 0, "paper", None, tokenizer, 2)
         out = tmp_path / f"{name}.parquet"
         prepare_traces(sums_file, out, teacher, "big", settings, n=1, reward="gsm8k")
         assert teacher.endpoint.timeout_s == 60
