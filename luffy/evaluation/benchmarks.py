@@ -115,8 +115,12 @@ def load_suite(
     else:
         known = ", ".join(SUITES)
         raise UserError(f"--suite {name}: neither a suite ({known}) nor a file; check the name or the path")
+    found: list[Benchmark] = []
     left_out: list[str] = []
-    found = [_arranged(b, k, reward, seed, shuffle, limit, left_out) for b in suite.benchmarks]
+    for b in suite.benchmarks:
+        asked = replace(b, problems=b.problems[:limit], reward=reward or b.reward, k=k or b.k)
+        is_choice = "choice" in (b.reward, *asked.reward.split())  # also as a part of a weighted sum
+        found.append(_with_letters(asked, seed if shuffle else None, left_out) if is_choice else asked)
     readable = tuple(benchmark for benchmark in found if benchmark.problems)
     unreadable = tuple(f"{benchmark.title} (no row can be read)" for benchmark in found if not benchmark.problems)
     if not readable:
@@ -187,25 +191,15 @@ def label_of(suite: str) -> str:
     return Path(suite).stem
 
 
-def _arranged(
-    benchmark: Benchmark,
-    k: int | None,
-    reward: str | None,
-    seed: int,
-    shuffle: bool,
-    limit: int | None,
-    left_out: list[str],
-) -> Benchmark:
-    """``benchmark`` as it is evaluated. Rows whose options cannot be read are added to ``left_out``."""
-    kind = reward or benchmark.reward
-    is_choice = "choice" in (benchmark.reward, *kind.split())  # also as a part of a weighted sum
+def _with_letters(benchmark: Benchmark, seed: int | None, left_out: list[str]) -> Benchmark:
+    """``benchmark`` with its options arranged. Rows whose options cannot be read are added to ``left_out``."""
     problems = []
-    for problem in benchmark.problems[:limit]:
+    for problem in benchmark.problems:
         try:
-            problems.append(arranged(problem, seed if shuffle else None) if is_choice else problem)
+            problems.append(arranged(problem, seed))
         except DataError as error:
             left_out.append(f"{benchmark.title}, {error}")
-    return replace(benchmark, problems=tuple(problems), reward=kind, k=k or benchmark.k)
+    return replace(benchmark, problems=tuple(problems))
 
 
 # ---- multiple choice: the options in an order drawn from the seed
