@@ -7,15 +7,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from luffy.config import EnvironmentConfig, RewardConfig
+from luffy.config import EnvironmentConfig, RewardConfig, build
 from luffy.data import Encoder
 from luffy.data.prompts import where
 from luffy.errors import UserError
 from luffy.evaluation.benchmarks import Suite, label_of
 from luffy.evaluation.engines import default_slots, model_identity
-from luffy.evaluation.results import SUCCESS, Settings, model_label, problems_hash, recorded
+from luffy.evaluation.results import Settings, model_label, problems_hash, recorded
 from luffy.models.machine import default_workers
-from luffy.rewards import Verifier, build_verifier
 from luffy.seeds import seed_of
 from luffy.types import Problem, Task
 
@@ -23,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 SAME = (  # in the options and in the settings
-    "model", "temperature", "top_p", "top_k", "seed", "system_prompt", "limit", "dtype", "engine", "answer_in_thought",
+    "model", "temperature", "top_p", "top_k", "seed", "system_prompt", "limit", "dtype", "engine",
 )  # fmt: skip
 
 
@@ -47,7 +46,6 @@ class Options:
     date: str | None = None
     reward: str | None = None
     answer_in_thought: bool = False
-    prompt_opens_thought: bool = True
     shuffle: bool = True
     limit: int | None = None
     engine: str = "native"
@@ -83,12 +81,11 @@ def default_out(model: str, suite: str) -> Path:
     return Path("evals") / f"{model_label(model)}-{label_of(suite)}"
 
 
-def verifier_of(options: Options, kind: str) -> Verifier:
-    settings = options.reward_settings
-    workers = options.workers or (settings and settings.workers) or default_workers(options.device)
-    if settings is not None:
-        return settings.verifier(workers)
-    return build_verifier(kind, workers=workers, answer_in_thought=options.answer_in_thought)
+def reward_of(options: Options, kind: str) -> RewardConfig:
+    """How responses are scored, and by how many processes. ``kind``: the suite's, where no recipe says all."""
+    own = {"kind": kind, "answer_in_thought": options.answer_in_thought}
+    reward = options.reward_settings or build(RewardConfig, own, "reward")
+    return replace(reward, workers=options.workers or reward.workers or default_workers(options.device))
 
 
 def with_defaults(options: Options, out: Path) -> Options:
@@ -116,7 +113,9 @@ def planned_responses(suite: Suite, encoder: Encoder) -> list[PlannedResponse]:
     return jobs
 
 
-def settings_of(options: Options, suite: Suite, encoder: Encoder, max_tokens: int, in_thought: bool) -> Settings:
+def settings_of(
+    options: Options, reward: RewardConfig, suite: Suite, encoder: Encoder, max_tokens: int, in_thought: bool
+) -> Settings:
     return Settings(
         **{name: getattr(options, name) for name in SAME},
         model_identity=model_identity(options.model),
@@ -129,10 +128,11 @@ def settings_of(options: Options, suite: Suite, encoder: Encoder, max_tokens: in
         shuffle_options=options.shuffle,
         chat_template=encoder.chat_template,
         date=encoder.prompt_date,
-        success=options.reward_settings.success if options.reward_settings else SUCCESS,
-        cut_off=options.reward_settings.cut_off if options.reward_settings else "score",
+        success=reward.success,
+        cut_off=reward.cut_off,
+        answer_in_thought=reward.answer_in_thought,
         environment=None if options.environment is None else asdict(options.environment),
-        prompt_opens_thought=in_thought and not options.answer_in_thought and options.prompt_opens_thought,
+        prompt_opens_thought=in_thought and not reward.answer_in_thought and reward.prompt_opens_thought,
     )
 
 

@@ -44,13 +44,8 @@ logger = logging.getLogger(__name__)
 def run_evaluation(options: plan.Options) -> Result:
     """Run or resume an evaluation; errors in the data are found before the model is loaded."""
     given = options.reward_settings
-    if given is not None:
-        options = replace(
-            options, reward=given.name, answer_in_thought=given.answer_in_thought,
-            prompt_opens_thought=given.prompt_opens_thought,
-        )  # fmt: skip
     suite = load_suite(
-        options.suite, options.data, k=options.k, reward=options.reward, seed=options.seed,
+        options.suite, options.data, k=options.k, reward=given.name if given else options.reward, seed=options.seed,
         shuffle=options.shuffle, limit=options.limit, columns=options.columns,
     )  # fmt: skip
     for name in suite.missing:
@@ -60,7 +55,8 @@ def run_evaluation(options: plan.Options) -> Result:
     rewards = {benchmark.reward for benchmark in suite.benchmarks}
     assert len(rewards) == 1, "a suite has one reward"
     out = options.out or plan.default_out(options.model, options.suite)
-    with alone_in(out), plan.verifier_of(options, rewards.pop()) as verifier:
+    reward = plan.reward_of(options, rewards.pop())
+    with alone_in(out), reward.verifier() as verifier:
         options = plan.with_defaults(options, out)
         assert options.dtype is not None and options.slots is not None
         loaded = load_engine(
@@ -76,7 +72,7 @@ def run_evaluation(options: plan.Options) -> Result:
         lengths = [len(job.task.prompt_ids) for job in jobs if job.sample == 0]
         default = recorded(out, "max_tokens", int) or PAPER_MAX_TOKENS
         max_tokens = plan.longest_response(options.max_tokens, default, loaded.context, lengths)
-        settings = plan.settings_of(options, suite, encoder, max_tokens, any(job.task.in_thought for job in jobs))
+        settings = plan.settings_of(options, reward, suite, encoder, max_tokens, any(j.task.in_thought for j in jobs))
         claim(out, settings)
         warn_of_another_prompt(settings)
         score_again(jobs, verifier, settings, out)

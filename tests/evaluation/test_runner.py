@@ -620,7 +620,9 @@ def test_help_tells_of_both_ways():
 @pytest.mark.parametrize(("asked", "of_recipe", "found"), [(3, 1, 3), (None, 1, 1), (None, None, 2)])
 def test_workers_asked_for_come_before_those_of_the_recipe(asked, of_recipe, found):
     settings = RewardConfig(kind="loop_rewards:length_parity", workers=of_recipe)
-    with plan.verifier_of(Options("model", "suite", workers=asked, reward_settings=settings), "math") as verifier:
+    with plan.reward_of(
+        Options("model", "suite", workers=asked, reward_settings=settings), "math"
+    ).verifier() as verifier:
         [reward] = verifier._rewards.values()
         assert len(reward._pool.pids) == found
 
