@@ -15,7 +15,6 @@ from luffy.errors import UserError
 from luffy.prepare.journal import whole_text
 from luffy.types import Message, ToolCall
 from luffy.web import Client, RequestFailed, checked_address, with_retries
-from luffy.web import Stopped as Stopped  # what `Endpoint.sample` raises after `abort`
 
 CUT_OFF = ("length", "content_filter", "abort")  # reasons why a response is not finished
 
@@ -67,7 +66,7 @@ class Endpoint:
         self._has_answered = False
 
     def abort(self) -> None:
-        """End all waiting retries now."""
+        """End all waiting retries now: ``sample`` raises ``Stopped``."""
         self._stop.set()
 
     def sample(

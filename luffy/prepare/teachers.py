@@ -15,10 +15,11 @@ from luffy.data import Encoder
 from luffy.data.prompts import resolve_style, with_system_prompt
 from luffy.errors import DataError, UserError
 from luffy.guidance.plan import unwritten
-from luffy.prepare.endpoint import CUT_OFF, Endpoint, Refused, Reply, Stopped
+from luffy.prepare.endpoint import CUT_OFF, Endpoint, Refused, Reply
 from luffy.prepare.endpoint_episodes import EndpointEpisode
 from luffy.seeds import seed_of
 from luffy.types import THINK, Episode, EpisodeOutcome, Message, Problem, Sampling, Score, Task
+from luffy.web import Stopped
 
 SAVED_AT_ONCE = 256  # samples of a model in this process
 TOKEN_ID = "token_id:"

@@ -11,7 +11,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -96,32 +96,32 @@ class Recorder:
         self.trackers: dict[str, Tracker] = {}
         for chosen in cfg.record.chosen_trackers:
             if not missing_package(chosen):
-                self._start(chosen.part.title or chosen, partial(start_tracker, chosen, cfg, start_step))
+                name = chosen.part.title or chosen
+                with self._or_off(name, "is off"):
+                    self.trackers[name] = start_tracker(chosen, cfg, start_step)
 
-    def _start(self, name: str, make: Callable[[], Tracker]) -> None:
+    @contextmanager
+    def _or_off(self, name: str, what: str) -> Iterator[None]:
+        """Switch off a tracker that fails, with a warning of ``what`` happened."""
         try:
-            self.trackers[name] = make()
+            yield
         except Exception as error:
-            self.warn(f"{name} is off: {type(error).__name__}: {error}")
+            self.trackers.pop(name, None)
+            self.warn(f"{name} {what}: {type(error).__name__}: {error}")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self.metrics.write([{"step": step, "time": round(time.time(), 3), **self.also, **values}])
         for name, tracker in list(self.trackers.items()):
-            try:
+            with self._or_off(name, f"failed and is off from step {step}"):
                 tracker.log(step, values)
-            except Exception as error:
-                del self.trackers[name]
-                self.warn(f"{name} failed and is off from step {step}: {type(error).__name__}: {error}")
 
     def close(self) -> None:
         self.metrics.close()
         self.samples.close()
         self.eval_samples.close()
-        for name, tracker in self.trackers.items():
-            try:
+        for name, tracker in list(self.trackers.items()):
+            with self._or_off(name, "did not close"):
                 tracker.close()
-            except Exception as error:
-                self.warn(f"{name} did not close: {type(error).__name__}: {error}")
 
 
 def sample_rows(
