@@ -27,7 +27,7 @@ from luffy.config import Config, built_in_recipes, check_made_for, load_config, 
 from luffy.config.recipes import check_prepared, inherited_for_rl
 from luffy.distributed.follow import LAUNCHER_VARIABLE, follow_launcher
 from luffy.errors import Interrupted, StopRequested, TrainingStopped, UserError
-from luffy.prepare.prepare_cli import named_columns, prepare_app
+from luffy.prepare.prepare_cli import environment_in, named_columns, prepare_app
 from luffy.repository import add_repository_commands
 from luffy.schema import describe
 
@@ -592,7 +592,7 @@ def eval_model(
     if reward_of is not None:
         given["reward_settings"] = load_config(given.pop("reward_of")).reward
     if environment is not None:
-        given["environment"] = load_config(environment).environment
+        given["environment"] = environment_in(environment)
     show = results.as_json if as_json else results.as_markdown
     typer.echo(show(evaluate(given, lambda line: typer.echo(line, err=True))), nl=False)
     typer.echo(f"results    {given['out']}", err=True)

@@ -126,7 +126,7 @@ def traces(
     sampling: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature}
     if (endpoint is None) == (local is None):
         raise UserError("give --endpoint with --model, or --local")
-    played_in = _environment_of(environment)
+    played_in = environment_in(environment)
     if local is not None:
         asked, settings = local_teacher(
             local, sampling, tokenizer, device, trust_remote_code, played_in,
@@ -149,7 +149,8 @@ def traces(
     typer.echo(f"written  {out}")
 
 
-def _environment_of(recipe: str | None) -> EnvironmentConfig | None:
+def environment_in(recipe: str | None) -> EnvironmentConfig | None:
+    """The environment of the recipe that ``--environment`` names, if any."""
     from luffy.config import load_config
 
     found = None if recipe is None else load_config(recipe).environment

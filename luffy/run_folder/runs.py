@@ -10,7 +10,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeGuard
@@ -162,14 +162,14 @@ class RunRecord:
     def processes(self) -> int:
         """One a GPU. After a resume with another number that one counts for all steps. Where the run does not say, as
         older ones do not: those that its settings ask for."""
-        if said := max(whole(_said(self.folder).get("processes")), 0):
+        if said := max(whole(_part_of(self.folder / DATA, "run").get("processes")), 0):
             return said
         return 1 if self.config.get("launch") == "local" else max(whole(self.config.get("parallel.workers")), 1)
 
     @cached_property
     def on_cpu(self) -> bool:
         """Whether the run says that it has no GPU; older ones do not say."""
-        return _said(self.folder).get("gpus") == 0
+        return _part_of(self.folder / DATA, "run").get("gpus") == 0
 
     @property
     def metrics(self) -> set[str]:
@@ -220,13 +220,13 @@ def whole(value: Any) -> int:
     return value if is_number(value) and isinstance(value, int) else 0
 
 
-def _said(folder: Path) -> dict[str, Any]:
-    """How the run is made, by its data.json; empty where that does not say, or cannot be read."""
+def _part_of(path: Path, key: str) -> dict[str, Any]:
+    """An object in a JSON file; empty where the file does not have it, or cannot be read."""
     try:
-        run = json_object(read_file(folder / DATA), folder / DATA, "").get("run")
+        value = json_object(read_file(path), path, "").get(key)
     except (OSError, UserError):
         return {}
-    return run if isinstance(run, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
 def load_run(folder: Path | str) -> RunRecord:
@@ -237,10 +237,10 @@ def load_run(folder: Path | str) -> RunRecord:
     check_regular(folder / METRICS)
     if not (folder / METRICS).is_file():
         raise UserError(f"{folder} holds no {METRICS}; name the folder of a run (out/name of its recipe)")
-    rows = [metric_row(line, folder / METRICS) for _, line in complete_lines(folder / METRICS)]
-    if not rows:
+    found = without_samples(folder, {})
+    if not found.rows:
         raise EmptyRun(f"{folder / METRICS} has no complete line yet; wait for the run's first step")
-    return RunRecord(folder, read_config(folder / CONFIG), in_order(rows), index_samples(folder / SAMPLES))
+    return replace(found, config=read_config(folder / CONFIG), samples=index_samples(folder / SAMPLES))
 
 
 def first_stage(run: RunRecord) -> RunRecord | None:
@@ -273,11 +273,7 @@ def checkpoint_step(folder: Path) -> int | None:
     where neither does."""
     if named := re.fullmatch(r"step-(\d{6,})", folder.name):
         return int(named[1])
-    try:
-        progress = json_object(read_file(folder / "state.json"), folder, "").get("progress")
-    except (OSError, UserError):
-        return None
-    step = progress.get("step") if isinstance(progress, dict) else None
+    step = _part_of(folder / "state.json", "progress").get("step")
     return step if is_number(step) and isinstance(step, int) and step >= 0 else None
 
 
