@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -13,7 +15,7 @@ from luffy.data.data_files import DATA_SUFFIXES
 from luffy.errors import ConfigError, UserError
 from luffy.evaluation.engines import load_native
 from luffy.evaluation.plan import room_for, tasks_of
-from luffy.evaluation.responses import answered, conversations_for, encoder_for
+from luffy.evaluation.responses import conversations_for, encoder_for, finished_in_parts
 from luffy.evaluation.trained_with import prompt_as_trained, said_of, training_of
 from luffy.guidance.plan import unwritten
 from luffy.seeds import seed_of
@@ -92,7 +94,8 @@ def generate_texts(
         sampling = Sampling(budget, temperature, top_p, top_k, stops)
         begun += [unwritten(task, seed_of(f"{seed}:{task.problem.id}:{k}"), sampling) for k in range(n)]
     rules = conversations_for(environment, encoder, max_tokens or MAX_TOKENS, context - longest)
-    for number, episode in enumerate(answered(replace(loaded, conversations=rules), begun)):
+    parts = finished_in_parts(replace(loaded, conversations=rules), begun, chunk=len(begun))
+    for number, episode in sorted(chain.from_iterable(parts), key=itemgetter(0)):
         ids = episode.token_ids.tolist()
         yield {
             "id": episode.task.problem.id,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from itertools import islice
 from typing import Any
@@ -43,14 +43,6 @@ def conversations_for(
 ) -> Conversations | None:
     """What episodes are played with; behind a prompt there is ``room`` for so many tokens."""
     return conversations_of(e, encoder, min((e and e.max_tokens) or 2 * max_tokens, room))
-
-
-def answered(loaded: LoadedModel, begun: Sequence[Episode]) -> list[Episode]:
-    """The episodes, each with its answer, or played to its end."""
-    if loaded.conversations is not None:
-        return played(loaded.conversations, loaded.engine, begun)
-    completions = loaded.engine.generate([episode.request_for() for episode in begun])
-    return [extended(episode, completion, 0) for episode, completion in zip(begun, completions, strict=True)]
 
 
 def begun(jobs: Iterable[plan.PlannedResponse], loaded: LoadedModel, settings: Settings) -> Iterator[Episode]:

@@ -27,11 +27,9 @@ def score_again(jobs: Sequence[PlannedResponse], verifier: Verifier, settings: S
     if not failed:
         return
     asked = [by_key[key_of(row)] for row in failed]
+    answers = [(row["response"], row.get("token_ids")) for row in failed]
     scores = verifier.score(
-        [
-            (job.task.problem, row["response"], row.get("token_ids"), job.task.in_thought)
-            for job, row in zip(asked, failed, strict=True)
-        ]
+        [(job.task.problem, *answer, job.task.in_thought) for job, answer in zip(asked, answers, strict=True)]
     )
     for row, verdict in zip(failed, scores, strict=True):
         score = verifier.at_its_end(verdict, row["finish"])
@@ -58,17 +56,12 @@ def scored(
     reasons, which nobody asks about again, a UserError."""
     ids = [episode.answer_ids.tolist() for _, episode in responses]
     texts = decode(tokenizer, ids)
-    scores = verifier.score(
-        [
-            (job.task.problem, text, own, job.task.in_thought)
-            for (job, _), text, own in zip(responses, texts, ids, strict=True)
-        ]
-    )
-    if conversations is not None:
-        scores = [
-            conversations.score(episode.outcome, score) for (_, episode), score in zip(responses, scores, strict=True)
-        ]
-    scores = [verifier.at_its_end(score, episode.finish) for (_, episode), score in zip(responses, scores, strict=True)]
+    asked = zip(responses, texts, ids, strict=True)
+    scores = verifier.score([(job.task.problem, text, own, job.task.in_thought) for (job, _), text, own in asked])
+    for place, (_, episode) in enumerate(responses):
+        if conversations is not None:
+            scores[place] = conversations.score(episode.outcome, scores[place])
+        scores[place] = verifier.at_its_end(scores[place], episode.finish)
     several = len({job.task.problem.id for job, _ in responses}) > 1  # a single one may be at fault itself
     no_call = why_every_call_failed(scores)
     reason = no_call or (why_nothing_was_scored(scores) if is_first and several else None)
