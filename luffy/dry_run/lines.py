@@ -63,11 +63,11 @@ def update_line(cfg: Config, method: str, steps: int) -> str:
 
 def need_lines(found: Estimate, method: str, steps: int, trainings: int, price: float | None) -> list[str]:
     """Memory, time and disk space of ``trainings`` runs."""
-    cfg, work, place = found.cfg, found.work, found.place
+    parts = checkpoint_parts(found.cfg, method, found.work)
     return [
         f"memory     {found.line()}",
-        time_line(cfg, work, found.requests, steps * trainings, place, price),
-        f"disk       {disk_line(cfg, work, checkpoint_parts(cfg, method, work), steps, trainings, place)}",
+        time_line(found, steps * trainings, price),
+        f"disk       {disk_line(found.cfg, found.work, parts, steps, trainings, found.place)}",
     ]
 
 

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from luffy.config import Config
 from luffy.dry_run import cost
-from luffy.dry_run.memory import Work
-from luffy.dry_run.place import Place, engine_slots, gpu_named
+from luffy.dry_run.memory import Estimate, Work
+from luffy.dry_run.place import engine_slots, gpu_named
 from luffy.learn.packing import pack
 from luffy.learn.scorer import TokenScorer
 from luffy.models.forward import key_value_shape
@@ -42,13 +42,11 @@ class StepTime:
         return self.rollout + self.update
 
 
-def time_line(
-    cfg: Config, work: Work, requests: Sequence[Request], steps: int, place: Place, price: float | None
-) -> str:
+def time_line(need: Estimate, steps: int, price: float | None) -> str:
     """The time of a step and of all ``steps``."""
-    if place.on_gpu:
-        return f"cost       {gpu_line(cfg, work, requests, steps, place, price)}"
-    return f"time       {cpu_line(cfg, work, requests, steps)}"
+    if need.place.on_gpu:
+        return f"cost       {gpu_line(need, steps, price)}"
+    return f"time       {cpu_line(need, steps)}"
 
 
 def _parts(cfg: Config, requests: Sequence[Request], timed: bool, found: Sequence[StepTime]) -> str:
@@ -77,14 +75,13 @@ def duration(seconds: float) -> str:
 # ---- on GPUs
 
 
-def gpu_line(
-    cfg: Config, work: Work, requests: Sequence[Request], steps: int, place: Place, price: float | None
-) -> str:
+def gpu_line(need: Estimate, steps: int, price: float | None) -> str:
     """The same run with short responses and with all of full length."""
-    gpu = gpu_named(place.rented) if place.rented else this_gpu()
+    cfg, requests, rented = need.cfg, need.requests, need.place.rented
+    gpu = gpu_named(rented) if rented else this_gpu()
     gpus = cfg.parallel.workers
-    name = f"{gpus} x {place.rented.upper() if place.rented else 'GPU of this machine'}"
-    found = times_on_gpus(cfg, work, requests, gpu)
+    name = f"{gpus} x {rented.upper() if rented else 'GPU of this machine'}"
+    found = times_on_gpus(cfg, need.work, requests, gpu)
     if not found:
         return f"not estimated: the run does not fit on {name}"
     hours = [t.step * steps * gpus / 3600 for t in found]
@@ -158,8 +155,9 @@ def this_gpu() -> cost.Gpu:
 # ---- on a CPU
 
 
-def cpu_line(cfg: Config, work: Work, requests: Sequence[Request], steps: int) -> str:
+def cpu_line(need: Estimate, steps: int) -> str:
     """The time if every response is as long as it may become."""
+    cfg, work, requests = need.cfg, need.work, need.requests
     if slow_dtype(cfg.model.dtype, "cpu"):
         return f"not tried in {cfg.model.dtype}, which is slow on this CPU"
     timed = cfg.rollout.engine == "native"
