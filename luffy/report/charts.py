@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from markupsafe import Markup
 
 from luffy.report.curves import FEW_SEEDS, MOST_POINTS, envelope, estimate, smooth, thin_out
-from luffy.report.methods import Method, Styled, families
+from luffy.report.methods import Method, families
 from luffy.report.svg import DotRow, Line, dot_plot, hover_data, line_chart
 from luffy.report.tables import STEP_SECONDS, borders, components, evaluations
 from luffy.report.templates import macro
@@ -119,9 +119,9 @@ CHARTS = (
 HELD_OUT_LOSS = Chart("val-traces/loss", "Held-out loss", "negative log-likelihood per token of held-out traces")
 
 
-def charts_of(methods: Sequence[Styled]) -> list[Chart]:
+def charts_of(methods: Sequence[Method]) -> list[Chart]:
     """Accuracies of all evaluated sets, the first of them also against its cost; then the fixed list."""
-    runs = [run for _, method in methods for run in method.runs]
+    runs = [run for method in methods for run in method.runs]
     found = evaluations(runs)
     first = [Chart(m, f"Accuracy, {name}", "fraction of problems answered correctly", True) for m, name in found]
     spent = [
@@ -137,7 +137,7 @@ def charts_of(methods: Sequence[Styled]) -> list[Chart]:
 
 
 def chart_grid(
-    charts: Sequence[Chart], methods: Sequence[Styled], remarks: list[str], smoothing: float = 0.0
+    charts: Sequence[Chart], methods: Sequence[Method], remarks: list[str], smoothing: float = 0.0
 ) -> Markup:
     """All charts that have values; ``remarks`` gets a line on those that have none and on those thinned out."""
     drawn = [(chart, _lines(chart, methods, remarks, smoothing)) for chart in charts]
@@ -148,12 +148,12 @@ def chart_grid(
     return macro("grid", figures)
 
 
-def family_charts(chart: Chart, methods: Sequence[Styled], remarks: list[str], smoothing: float = 0.0) -> Markup:
+def family_charts(chart: Chart, methods: Sequence[Method], remarks: list[str], smoothing: float = 0.0) -> Markup:
     """The same chart once for each category of methods, all others in grey behind; nothing if no run has a value."""
     lines = _lines(chart, methods, remarks, smoothing)
     figures = []
     for family, members in families(methods).items():
-        styles = {style for style, _ in members}
+        styles = {method.style for method in members}
         own = [line for line in lines if line.style in styles]
         behind = [line for line in lines if line.style not in styles]
         if own:
@@ -162,13 +162,13 @@ def family_charts(chart: Chart, methods: Sequence[Styled], remarks: list[str], s
 
 
 def _figure(
-    chart: Chart, methods: Sequence[Styled], lines: list[Line], behind: list[Line], title: str, about: str
+    chart: Chart, methods: Sequence[Method], lines: list[Line], behind: list[Line], title: str, about: str
 ) -> Markup:
-    end = max((x for _, method in methods for run in method.runs for x in chart.axis.places(run).values()), default=0)
+    end = max((x for method in methods for run in method.runs for x in chart.axis.places(run).values()), default=0)
     name = f"{title}: {chart.title}" if behind or title != chart.title else title
-    labels = [method.label for _, method in methods]
+    labels = [method.label for method in methods]
     drawn = {line.label for line in lines}
-    runs = [run for _, method in methods if method.label in drawn for run in method.runs]
+    runs = [run for method in methods if method.label in drawn for run in method.runs]
     picture = line_chart(lines, end, name, chart.from_zero, labels, behind, chart.axis.name, _borders(chart.axis, runs))
     data = Markup(json.dumps(hover_data(lines), separators=(",", ":")).replace("<", "\\u003c"))
     return macro("figure", title, about, picture, metric=chart.name, data=data)
@@ -180,9 +180,9 @@ def _borders(axis: Axis, runs: Sequence[RunRecord]) -> list[tuple[float, str]]:
     return sorted({(places[step], name) for places, ends in found for step, name in ends.items() if step in places})
 
 
-def _lines(chart: Chart, methods: Sequence[Styled], remarks: list[str], smoothing: float) -> list[Line]:
+def _lines(chart: Chart, methods: Sequence[Method], remarks: list[str], smoothing: float) -> list[Line]:
     """A line for each method that has values; ``remarks`` gets one if curves are thinned out."""
-    raw = [[chart.points(run) for run in method.runs] for _, method in methods]
+    raw = [[chart.points(run) for run in method.runs] for method in methods]
     present = [curve for curves in raw for curve in curves if curve]
     if chart.axis is STEPS:
         thinned, width = thin_out(present)
@@ -197,19 +197,19 @@ def _lines(chart: Chart, methods: Sequence[Styled], remarks: list[str], smoothin
         )
     rest = iter(thinned)
     lines = []
-    for (style, method), curves in zip(methods, raw, strict=True):
+    for method, curves in zip(methods, raw, strict=True):
         drawn = [next(rest) for curve in curves if curve]
         if drawn:
             spread = envelope([smooth(curve, smoothing) for curve in drawn])
-            lines.append(Line(method.label, style, drawn, spread, smoothed=smoothing > 0))
+            lines.append(Line(method.label, method.style, drawn, spread, smoothed=smoothing > 0))
     return lines
 
 
-def accuracy_dots(methods: Sequence[Styled]) -> Markup:
+def accuracy_dots(methods: Sequence[Method]) -> Markup:
     """One dot plot for each evaluated set, the methods in the order given; nothing without evaluations."""
     figures = []
-    for metric, name in evaluations([run for _, method in methods for run in method.runs]):
-        rows = [DotRow(m.label, style, values) for style, m in methods if (values := final_values(m, metric))]
+    for metric, name in evaluations([run for method in methods for run in method.runs]):
+        rows = [DotRow(m.label, m.style, values) for m in methods if (values := final_values(m, metric))]
         title, about = f"Final accuracy, {name}", "fraction of problems answered correctly"
         if any(len(row.values) > 1 for row in rows):
             few = all(len(row.values) < FEW_SEEDS for row in rows)
@@ -218,15 +218,15 @@ def accuracy_dots(methods: Sequence[Styled]) -> Markup:
     return macro("grid", figures) if figures else Markup("")
 
 
-def by_accuracy(methods: Sequence[Styled]) -> list[Styled]:
+def by_accuracy(methods: Sequence[Method]) -> list[Method]:
     """The highest mean of the last held-out accuracies first; methods without evaluations last."""
-    metrics = evaluations([run for _, method in methods for run in method.runs])
+    metrics = evaluations([run for method in methods for run in method.runs])
 
     def final_mean(method: Method, metric: str) -> float:
         found = estimate(final_values(method, metric))
         return -1.0 if found is None else found.mean
 
-    return sorted(methods, key=lambda styled: [-final_mean(styled[1], metric) for metric, _ in metrics])
+    return sorted(methods, key=lambda method: [-final_mean(method, metric) for metric, _ in metrics])
 
 
 def final_values(method: Method, metric: str) -> list[float]:

@@ -20,7 +20,7 @@ from luffy.errors import UserError
 from luffy.files import as_object, json_value, read_file, write_atomically
 from luffy.report.charts import accuracy_dots, by_accuracy, chart_grid, charts_of, family_charts
 from luffy.report.curves import FEW_SEEDS
-from luffy.report.methods import Method, Styled, families, group_runs, with_styles
+from luffy.report.methods import Method, families, group_runs, with_styles
 from luffy.report.samples import BRIEF, choose_groups, group_html
 from luffy.report.svg import crowded
 from luffy.report.tables import (
@@ -126,8 +126,8 @@ def _facts(methods: Sequence[Method]) -> list[str]:
 
 
 def _curves(
-    methods: Sequence[Styled], remarks: list[str]
-) -> tuple[list[Markup], list[tuple[str, list[Styled], Markup]]]:
+    methods: Sequence[Method], remarks: list[str]
+) -> tuple[list[Markup], list[tuple[str, list[Method], Markup]]]:
     """All charts; with many methods the first ones (held-out accuracy, if it was measured) for all categories, and the
     others of each category apart."""
     charts = charts_of(methods)
@@ -159,9 +159,9 @@ def analysis_figures(folder: Path) -> list[dict[str, Any]]:
     return checked
 
 
-def _sample_groups(methods: Sequence[Styled], remarks: list[str]) -> list[Markup]:
+def _sample_groups(methods: Sequence[Method], remarks: list[str]) -> list[Markup]:
     shown, hidden = choose_groups(methods)
-    without = [m.label for _, m in methods if not any(run.samples.places for run in m.runs)]
+    without = [m.label for m in methods if not any(run.samples.places for run in m.runs)]
     if without:
         remarks.append(f"No samples recorded: {', '.join(without)}.")
     if shown and hidden:

@@ -31,19 +31,18 @@ SHORTEST_PREFIX = 3  # letters that names must share to be called by them
 
 @dataclass(frozen=True)
 class Method:
-    """``settings`` are the flat config without what names a run, and ``command``: train or sft."""
+    """``settings`` are the flat config without what names a run, and ``command``: train or sft. ``with_styles`` gives
+    the number of its colour and dash."""
 
     label: str
     runs: tuple[RunRecord, ...]
     settings: Mapping[str, Any]
+    style: int = 0
 
     @property
     def repeated_seeds(self) -> list[int]:
         counts = Counter(run.seed for run in self.runs if run.seed is not None)
         return [seed for seed, count in counts.items() if count > 1]
-
-
-Styled = tuple[int, Method]  # a method and the number of its colour and dash
 
 
 def group_runs(runs: Sequence[RunRecord]) -> list[Method]:
@@ -197,9 +196,9 @@ def family_of(settings: Mapping[str, Any]) -> str:
     return TRACES if settings.get("guidance.n_prefix") else OWN_SAMPLES
 
 
-def families(methods: Sequence[Styled]) -> dict[str, list[Styled]]:
+def families(methods: Sequence[Method]) -> dict[str, list[Method]]:
     """The methods of each category that has any, in the order of FAMILIES."""
-    found = {family: [m for m in methods if family_of(m[1].settings) == family] for family in FAMILIES}
+    found = {family: [m for m in methods if family_of(m.settings) == family] for family in FAMILIES}
     return {family: members for family, members in found.items() if members}
 
 
@@ -230,7 +229,7 @@ def line_of(style: int | None) -> dict[str, Any]:
 
 def colour_of(run: RunRecord) -> str:
     """The colour of a run that is shown alone."""
-    return str(line_of(with_styles(group_runs([run]))[0][0])["color"])
+    return str(line_of(with_styles(group_runs([run]))[0].style)["color"])
 
 
 def dash_of(style: int) -> str:
@@ -253,7 +252,7 @@ def free_style(taken: Collection[int]) -> int:
     return next(free, next(style for style in range(len(taken) + 1) if style not in taken))
 
 
-def with_styles(methods: Sequence[Method], known: Mapping[int, int] | None = None) -> list[Styled]:
+def with_styles(methods: Sequence[Method], known: Mapping[int, int] | None = None) -> list[Method]:
     """In the order given, each method with a style of its own: the ``known`` one (by its index in ``methods``), else
     its usual one. If methods share a usual colour, the first to begin has it, and the others have free ones; if there
     are more methods than colours, they may share a colour and differ in their dash."""
@@ -272,7 +271,7 @@ def with_styles(methods: Sequence[Method], known: Mapping[int, int] | None = Non
     for index in new:
         if index not in styles:
             styles[index] = free_style(styles.values())
-    return [(styles[index], method) for index, method in enumerate(methods)]
+    return [replace(method, style=styles[index]) for index, method in enumerate(methods)]
 
 
 # ---- the built-in method that is closest

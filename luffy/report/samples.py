@@ -11,7 +11,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from luffy.report.methods import Method, Styled
+from luffy.report.methods import Method
 from luffy.report.templates import macro
 from luffy.report.text import aligned, legible, number, shorten, show
 from luffy.run_folder.runs import GroupKey, RunRecord, is_number, listed, whole
@@ -51,23 +51,22 @@ CLOSE = Look(1600, 400, apart=True)  # on the live page
 class Shown:
     """A group chosen for the report."""
 
-    style: int
     method: Method
     run: RunRecord
     key: GroupKey
 
 
-def choose_groups(methods: Sequence[Styled]) -> tuple[list[Shown], int]:
+def choose_groups(methods: Sequence[Method]) -> tuple[list[Shown], int]:
     """The first problem or two recorded at the first, a middle and the last recorded step of each method, and how
     many recorded groups are left out. Never chosen by outcome."""
     shown: list[Shown] = []
     recorded = 0
-    share = max(MOST_GROUPS // max(sum(any(r.samples.places for r in m.runs) for _, m in methods), 1), 1)
-    for style, method in methods:
+    share = max(MOST_GROUPS // max(sum(any(r.samples.places for r in m.runs) for m in methods), 1), 1)
+    for method in methods:
         recorded += sum(len(run.samples.places) for run in method.runs)
         run = next((run for run in method.runs if run.samples.places), None)
         if run is not None:
-            shown += [Shown(style, method, run, key) for key in _first_groups(run, share)]
+            shown += [Shown(method, run, key) for key in _first_groups(run, share)]
     shown = shown[: max(MOST_GROUPS, len(methods))]
     return shown, recorded - len(shown)
 

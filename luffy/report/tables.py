@@ -13,7 +13,7 @@ from markupsafe import Markup
 
 from luffy.errors import UserError
 from luffy.report.curves import estimate
-from luffy.report.methods import Method, Styled, differing_keys, show_value
+from luffy.report.methods import Method, differing_keys, show_value
 from luffy.report.svg import crowded
 from luffy.report.templates import PHASES, macro
 from luffy.report.text import legible, number, shorten
@@ -91,15 +91,14 @@ def last_if_sampled(run: RunRecord, metric: str) -> float | None:
     return run.last(metric) if run.kind == "train" else None
 
 
-def final_table(methods: Sequence[Styled]) -> Markup:
+def final_table(methods: Sequence[Method]) -> Markup:
     """A row of final values for each method; without start and best if there are many."""
-    runs = [run for _, method in methods for run in method.runs]
+    runs = [run for method in methods for run in method.runs]
     columns = [c for c in final_columns(runs) if c.values(runs)]
     columns = [c for c in columns if c.below not in ("start", "best")] if crowded(methods) else columns
     groups = [(name, len(list(same))) for name, same in groupby(columns, key=lambda column: column.head)]
     rows = [
-        (style, m.label, (len(m.runs), steps_of(m.runs)), [over_seeds(c.values(m.runs), c.digits) for c in columns])
-        for style, m in methods
+        (m, (len(m.runs), steps_of(m.runs)), [over_seeds(c.values(m.runs), c.digits) for c in columns]) for m in methods
     ]
     return macro("final_table", groups, columns, rows, wide=len(columns) > ROOMY_COLUMNS)
 
@@ -177,20 +176,18 @@ def _per_step(method: Method, name: str) -> float:
     return sum(run.total(name) or 0.0 for run in method.runs) / steps if steps else 0.0
 
 
-def phase_table(methods: Sequence[Styled]) -> Markup | None:
+def phase_table(methods: Sequence[Method]) -> Markup | None:
     """A stacked bar for each method with its values next to it; None if no run recorded times."""
-    timed = [(style, method, phase_seconds(method)) for style, method in methods]
-    large = _large_phases([seconds for _, _, seconds in timed])
+    timed = [(method, phase_seconds(method)) for method in methods]
+    large = _large_phases([seconds for _, seconds in timed])
     if not large:
         return None
-    rows = [
-        (style, method.label, _with_the_rest(seconds, large), whole_seconds(method)) for style, method, seconds in timed
-    ]
+    rows = [(method, _with_the_rest(seconds, large), whole_seconds(method)) for method, seconds in timed]
     order = [*PHASES, *(phase for phase in large if phase not in PHASES and phase != "other"), "other"]
-    phases = [phase for phase in order if phase in large or any(phase in seconds for _, _, seconds, _ in rows)]
-    rows = [(s, label, {p: seconds[p] for p in phases if p in seconds}, all_) for s, label, seconds, all_ in rows]
-    longest = max(sum(seconds.values()) for _, _, seconds, _ in rows) or 1.0
-    return macro("phase_table", phases, [row for row in rows if row[2]], longest)
+    phases = [phase for phase in order if phase in large or any(phase in seconds for _, seconds, _ in rows)]
+    rows = [(method, {p: seconds[p] for p in phases if p in seconds}, all_) for method, seconds, all_ in rows]
+    longest = max(sum(seconds.values()) for _, seconds, _ in rows) or 1.0
+    return macro("phase_table", phases, [row for row in rows if row[1]], longest)
 
 
 def _large_phases(timed: Sequence[dict[str, float]]) -> list[str]:
@@ -210,25 +207,25 @@ def _with_the_rest(seconds: dict[str, float], phases: Sequence[str]) -> dict[str
     return shown | ({"other": rest} if rest > 0 else {})
 
 
-def difference_table(methods: Sequence[Styled]) -> Markup | None:
+def difference_table(methods: Sequence[Method]) -> Markup | None:
     """Every setting in which the methods differ, a column for each method; with many methods, a row for each. None if
     there is nothing to compare."""
-    keys = differing_keys([method for _, method in methods]) if len(methods) > 1 else []
+    keys = differing_keys([method for method in methods]) if len(methods) > 1 else []
     if not keys:
         return None
     if crowded(methods):
         return _unusual_table(methods, keys)
-    rows = [(key, [_value(m.settings[key]) if key in m.settings else NONE for _, m in methods]) for key in keys]
+    rows = [(key, [_value(m.settings[key]) if key in m.settings else NONE for m in methods]) for key in keys]
     return macro("difference_table", methods, rows)
 
 
-def _unusual_table(methods: Sequence[Styled], keys: Sequence[str]) -> Markup:
+def _unusual_table(methods: Sequence[Method], keys: Sequence[str]) -> Markup:
     """A row for each method: its settings that most methods do not have."""
-    values = {key: [show_value(method.settings.get(key)) for _, method in methods] for key in keys}
+    values = {key: [show_value(method.settings.get(key)) for method in methods] for key in keys}
     usual = {key: Counter(column).most_common(1)[0][0] for key, column in values.items()}
     rows = [
-        (style, method.label, [(k, shorten(v[i], LONGEST_VALUE)) for k, v in values.items() if v[i] != usual[k]])
-        for i, (style, method) in enumerate(methods)
+        (method, [(k, shorten(v[i], LONGEST_VALUE)) for k, v in values.items() if v[i] != usual[k]])
+        for i, method in enumerate(methods)
     ]
     return macro("unusual_table", rows)
 
@@ -237,11 +234,11 @@ def _value(value: Any) -> str:
     return shorten(show_value(value), LONGEST_VALUE)
 
 
-def change_table(methods: Sequence[Styled]) -> Markup | None:
+def change_table(methods: Sequence[Method]) -> Markup | None:
     """Every setting that a resume changed, run by run; None if none did."""
     rows = [
-        (style, method.label, seed_of(run), step, (key, *map(_value, values)))
-        for style, method in methods
+        (method, seed_of(run), step, (key, *map(_value, values)))
+        for method in methods
         for run in method.runs
         for step, changes in changes_of(run.folder)
         for key, values in changes.items()
@@ -249,20 +246,20 @@ def change_table(methods: Sequence[Styled]) -> Markup | None:
     return macro("change_table", rows) if rows else None
 
 
-def stage_table(methods: Sequence[Styled]) -> Markup | None:
+def stage_table(methods: Sequence[Method]) -> Markup | None:
     """A row for each stage of each run; None without stages."""
     heads = ["Method", "Seed", "Stage", "Trained by", "Steps", "Ended when", "Handed on", "Accuracy", "Loss", "Seconds"]
-    rows = [(style, m.label, cells) for style, m in methods for run in m.runs for cells in stage_cells(run)]
+    rows = [(m, cells) for m in methods for run in m.runs for cells in stage_cells(run)]
     return macro("stage_table", heads, rows) if rows else None
 
 
-def run_table(methods: Sequence[Styled]) -> Markup:
+def run_table(methods: Sequence[Method]) -> Markup:
     """A row for every run."""
-    metrics = evaluations([run for _, method in methods for run in method.runs])
+    metrics = evaluations([run for method in methods for run in method.runs])
     heads = ["Method", "Seed", "Steps", *(f"Final {name} accuracy" for _, name in metrics), "Seconds", "Folder"]
     rows = [
-        (style, method.label, _run_cells(run, [metric for metric, _ in metrics]), str(run.folder))
-        for style, method in methods
+        (method, _run_cells(run, [metric for metric, _ in metrics]), str(run.folder))
+        for method in methods
         for run in method.runs
     ]
     return macro("run_table", heads, rows)

@@ -18,7 +18,7 @@ from typing import Any
 
 from luffy.errors import UserError
 from luffy.files import complete_lines
-from luffy.report.methods import Method, Styled, group_runs, with_styles
+from luffy.report.methods import Method, group_runs, with_styles
 from luffy.report.text import legible, shorten_middle
 from luffy.run_folder.layout import CONFIG, EVAL_SAMPLES, METRICS, SAMPLES
 from luffy.run_folder.runs import (
@@ -293,14 +293,14 @@ class Snapshot:
     of runs that have begun and made no step yet."""
 
     version: str
-    methods: Sequence[Styled]
+    methods: Sequence[Method]
     ids: Mapping[Path, str]
     waiting: Sequence[str]
     remarks: Sequence[str]
 
-    def choose(self, styles: Sequence[int] | None) -> list[Styled]:
+    def choose(self, styles: Sequence[int] | None) -> list[Method]:
         """Methods by the numbers of their colours; all when none is named."""
-        return [styled for styled in self.methods if styles is None or styled[0] in styles]
+        return [method for method in self.methods if styles is None or method.style in styles]
 
 
 class Board:
@@ -343,7 +343,7 @@ class Board:
         started = [run for run in self.runs.values() if run.rows]
         methods = group_runs([run.record for run in started])
         styled = with_styles(methods, self._known_styles(methods))
-        self._styles |= {run.folder: style for style, method in styled for run in method.runs}
+        self._styles |= {run.folder: method.style for method in styled for run in method.runs}
         waiting = [legible(str(run.folder)) for run in self.runs.values() if not run.rows]
         troubles = [legible(run.trouble) for run in self.runs.values() if run.trouble]
         return Snapshot(version, styled, {run.folder: run.id for run in started}, waiting, troubles)

@@ -17,7 +17,7 @@ from markupsafe import Markup
 from luffy._version import __version__
 from luffy.errors import UserError
 from luffy.report.charts import Chart, chart_grid, charts_of, family_charts
-from luffy.report.methods import Method, Styled
+from luffy.report.methods import Method
 from luffy.report.samples import CLOSE, problem_html, sample_cards
 from luffy.report.svg import crowded
 from luffy.report.tables import change_table, difference_table, final_table, phase_table, run_table, steps_of
@@ -76,18 +76,18 @@ class Site:
         now = self.board.snapshot()
         if _text(query, "have") == now.version:
             return as_json({"version": now.version})
-        runs = [run for _, method in now.methods for run in method.runs]
+        runs = [run for method in now.methods for run in method.runs]
         return as_json(
             {
                 "version": now.version,
                 "methods": [
                     {
-                        "style": style,
-                        "swatch": macro("swatch", style),
+                        "style": method.style,
+                        "swatch": macro("swatch", method.style),
                         "label": method.label,
                         "runs": [self._run(now, run) for run in method.runs],
                     }
-                    for style, method in now.methods
+                    for method in now.methods
                 ],
                 "metrics": sorted({metric for run in runs for metric in run.metrics}),
                 "charts": [chart.metric for chart in charts_of(now.methods)],
@@ -138,7 +138,7 @@ class Site:
         those that a resume changed."""
         methods = self._chosen(query)
         if _text(query, "by") == "run":
-            methods = [(style, single) for style, method in methods for single in _singles(method)]
+            methods = [single for method in methods for single in _singles(method)]
         return as_json(
             {
                 "html": difference_table(methods) or "",
@@ -147,7 +147,7 @@ class Site:
             }
         )
 
-    def _chosen(self, query: Query) -> list[Styled]:
+    def _chosen(self, query: Query) -> list[Method]:
         styles = query.get("method")
         return self.board.snapshot().choose(None if styles is None else [_parse("method", s, int) for s in styles])
 
@@ -198,7 +198,9 @@ class Site:
 
 
 def _singles(method: Method) -> list[Method]:
-    return [Method(f"{method.label}, {legible(Path(run.folder).name)}", (run,), run.config) for run in method.runs]
+    labels = [f"{method.label}, {legible(Path(run.folder).name)}" for run in method.runs]
+    pairs = zip(labels, method.runs, strict=True)
+    return [replace(method, label=label, runs=(run,), settings=run.config) for label, run in pairs]
 
 
 def _filter(query: Query) -> Filter:

@@ -85,7 +85,7 @@ def styles_of(runs: Mapping[str, Path], evaluations: Mapping[str, Evaluation]) -
     found = dict.fromkeys(folder for folder in folders.values() if folder is not None)
     records = [without_samples(folder, settings_of(folder)) for folder in found]
     styled = with_styles(group_runs([record for record in records if record.rows]))
-    styles: dict[Path | None, int] = {run.folder: style for style, method in styled for run in method.runs}
+    styles: dict[Path | None, int] = {run.folder: method.style for method in styled for run in method.runs}
     known = {name: styles.get(folder) for name, folder in folders.items() if folder is None or folder in styles}
     return {GAMMA_CURVE: METHODS.index("luffy"), **known}
 

@@ -61,7 +61,7 @@ def test_colours_go_by_when_a_method_began(write_run, make_metric_row):
     begun = {"a/seed-0": 30.0, "b/seed-0": 20.0, "b/seed-1": 50.0, "c/seed-0": 10.0}
     folders = [write_run(n, [{**make_metric_row(1), "time": t}]) for n, t in begun.items()]
     methods = group_runs([load_run(f) for f in folders])
-    assert [(style, m.label) for style, m in with_styles(methods)] == [(2, "a"), (1, "b"), (0, "c")]
+    assert [(m.style, m.label) for m in with_styles(methods)] == [(2, "a"), (1, "b"), (0, "c")]
 
 
 def test_every_built_in_method_has_a_colour_and_the_style_sheet_has_the_same_ones():
@@ -78,7 +78,7 @@ def test_a_method_has_its_colour_whatever_is_beside_it(write_run, make_metric_ro
         return write_run(name, [{**make_metric_row(1), "time": begun}], config)
 
     def styles(*folders):
-        return {m.label: s for s, m in with_styles(group_runs([load_run(f) for f in folders]))}
+        return {m.label: m.style for m in with_styles(group_runs([load_run(f) for f in folders]))}
 
     on_policy, luffy = run("on_policy", "on-policy", 10.0), run("luffy", "luffy", 20.0)
     faster = run("luffy", "faster", 30.0, optim={"lr": 0.5})

@@ -86,7 +86,7 @@ def test_a_method_has_one_colour_in_report_live_page_evaluation_and_study(evalua
     assert {name: looks(name, {})["color"] for name in METHODS} == METHODS
     assert looks("base", {})["color"] == "#000000"
     page = write_report(runs, tmp_path / "report.html").read_text()
-    live = {method.label: COLOURS[style] for style, method in Board([tmp_path / "runs"]).snapshot().methods}
+    live = {method.label: COLOURS[method.style] for method in Board([tmp_path / "runs"]).snapshot().methods}
     legend = dict(re.findall(r'<li><svg class="swatch"[^>]*><path class="mean (m\d)"[^>]*></svg> (\w+)</li>', page))
     assert live == METHODS
     assert {label: COLOURS[int(style[1:])] for style, label in legend.items()} == METHODS
