@@ -599,6 +599,7 @@ def test_compare_from_the_shell(whole, greedy, tmp_path):
         (("eval", BASE, "--suite", "math6"), "no data folder: give --data FOLDER or set LUFFY_DATA"),
         (("eval", BASE, "--suite", "nope"), "--suite nope: neither a suite"),
         (("eval", BASE, "--suite", "math6", "--column", "q"), "--column q: write it as ours=theirs"),
+        (("eval", BASE, "--suite", "math6", "--environment", "tiny/luffy"), "the recipe has no environment"),
         (("eval", "compare", "nowhere", "else"), "nowhere: no such folder"),
         (("analyze", "nowhere"), "nowhere is neither a run (no metrics.jsonl) nor an evaluation"),
         (("analyze", "--gamma", "-1"), "--gamma must be above 0"),
