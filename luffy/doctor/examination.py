@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, TextIO
 
 from rich.console import Console
@@ -46,7 +46,7 @@ class Examination:
     def as_worker(self, on_step: OnStep | None = None, out: TextIO | None = None) -> None:
         """Examine as one of several processes; with ``out`` (Ray) the report goes there as one line."""
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        deliver = self._show if out is None else lambda report: _send(report, out)
+        deliver = self._show if out is None else lambda report: out.write(f"{MARK}{json.dumps(asdict(report))}\n")
         try:
             self._examine(open_boards(rank, self.limit_s), rank, size, deliver, out)
         finally:
@@ -58,7 +58,7 @@ class Examination:
         return self
 
     def _examine(
-        self, boards: tuple[Board, Board], rank: int, size: int, deliver: Callable[[Report], None], out: TextIO | None
+        self, boards: tuple[Board, Board], rank: int, size: int, deliver: Callable[[Report], object], out: TextIO | None
     ) -> None:
         """Measure, and report on rank 0; raises SystemExit with code 1 on every rank if a check failed."""
         started = time.perf_counter()
@@ -131,7 +131,8 @@ def examine(job: Examination, arguments: list[str]) -> None:
         heard.extend([now] * len(lines))
         if heard and now - heard[-1] > 2 * job.limit_s:
             raise TrainingStopped(f"rank 0 said nothing for {2 * job.limit_s:g} s; look at its machine and Ray's logs")
-        reports.extend(_received(line) for line in lines if line.startswith(MARK))
+        sent = [json.loads(line.removeprefix(MARK)) for line in lines if line.startswith(MARK)]
+        reports.extend(map(Report.received, sent))
         return print_lines([line for line in lines if not line.startswith(MARK)]) or bool(reports)
 
     ray = replace(job.cfg.ray, max_failures=0)  # a worker that is lost is a finding
@@ -152,16 +153,6 @@ def _acknowledge(board: Board, rank: int, size: int) -> None:
     for other in range(1, size):
         while board.get(f"done/{other}") is None and time.monotonic() < until:
             time.sleep(0.05)
-
-
-def _send(report: Report, out: TextIO) -> None:
-    content = {**report.as_json(), "private": list(report.private)}
-    out.write(f"{MARK}{json.dumps(content)}\n")
-
-
-def _received(line: str) -> Report:
-    content = json.loads(line.removeprefix(MARK))
-    return Report.from_json(content, content["private"])
 
 
 @dataclass(frozen=True)

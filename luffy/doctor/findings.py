@@ -117,17 +117,11 @@ class Report:
         }
 
     @classmethod
-    def from_json(cls, value: Mapping[str, Any], private: Sequence[str] = ()) -> Report:
-        ranks = {rank: machine["name"] for machine in value["machines"] for rank in machine["ranks"]}
-        return cls(
-            luffy=value["luffy"],
-            launch=value["launch"],
-            cluster=Cluster([ranks[rank] for rank in sorted(ranks)]),
-            lines=[Line(**line) for line in value["checks"]],
-            facts={check: {int(rank): fact for rank, fact in by.items()} for check, by in value["facts"].items()},
-            private=private,
-            seconds=value["seconds"],
-        )
+    def received(cls, value: Mapping[str, Any]) -> Report:
+        """The report whose ``asdict`` came as JSON."""
+        facts = {check: {int(rank): fact for rank, fact in by.items()} for check, by in value["facts"].items()}
+        lines = [Line(**line) for line in value["lines"]]
+        return cls(**{**value, "cluster": Cluster(**value["cluster"]), "lines": lines, "facts": facts})
 
     def anonymous(self) -> Report:
         """The report without host names, user names, addresses and paths: machines are numbered."""

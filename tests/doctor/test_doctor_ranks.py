@@ -13,6 +13,7 @@ from luffy.config import Config
 from luffy.distributed.ray_launch import LineSender
 from luffy.doctor import machine
 from luffy.doctor.examination import MARK, Examination
+from luffy.doctor.findings import Report
 from luffy.schema import build
 
 NO_GPU = not Path("/proc/driver/nvidia").exists()
@@ -30,7 +31,8 @@ def examined(cfg, change, world):
         Examination(cfg, 120.0).as_worker(out=LineSender(lines.append))
     finally:
         undo()
-    return [json.loads(line.removeprefix(MARK)) for line in lines if line.startswith(MARK)]
+    sent = [json.loads(line.removeprefix(MARK)) for line in lines if line.startswith(MARK)]
+    return [Report.received(report).as_json() for report in sent]
 
 
 def unchanged(rank):
