@@ -935,3 +935,27 @@ def test_an_episode_whose_environment_says_something_else_first_is_drawn_anew():
     assert anew.finish is None and anew.outcome.faults == ("differs",) and anew.outcome.observation == " (two)"
     (ended,) = played(rules, engine, [replace(anew, task=start.task)], 3, budget=5)
     assert ended.finish == "stop" and ended.versions.tolist() == [2] * 5 + [3] * 4
+
+
+@pytest.mark.parametrize("environment", [Sums, type("Odd", (Sums,), {"first": iter(range(9))})])
+def test_a_trace_that_was_left_out_in_one_part_is_so_in_all(environment):
+    """Also where the environment is at odds with what the policy did afterwards."""
+
+    class Wrong(environment):
+        def reset(self, prompt, **row):
+            super().reset(prompt, **row)
+            return f" ({next(self.first)})" if hasattr(self, "first") else None
+
+    rules = make_rules(Wrong)
+    trace = Trace(messages=(
+        Message("assistant", "First:", (ToolCall("add", {"a": 2, "b": 3}),)), Message("tool", "6", name="add"),
+        Message("assistant", "It is 9."),
+    ))  # fmt: skip
+    task = rules.encoder.encode(make_problem(traces=(trace,)))
+    (whole,), planner = task.demonstrations, Planner(1, 1, Sampling(400), None, "first", 0)
+    start = planner.planned(task, whole, len(whole.token_ids), 3)
+    (cut,) = played(rules, Continuing(TOKENIZER, adds), [start], 1, budget=5)
+    assert cut.finish is None and cut.outcome.trace_left_out and cut.trace is None
+    (ended,) = played(rules, Continuing(TOKENIZER, adds), [replace(cut, task=task)], 2)
+    assert ended.outcome.trace_left_out and ended.outcome.end == "answer"
+    assert ended.outcome.faults == ("differs",) * hasattr(environment, "first")
