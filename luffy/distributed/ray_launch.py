@@ -22,7 +22,7 @@ from typing import Any
 
 from luffy.config import Config
 from luffy.distributed.launch import Launchable
-from luffy.errors import ConfigError, TrainingStopped, UserError, how_to_install
+from luffy.errors import ConfigError, TrainingStopped, UserError, needing
 from luffy.plugins import leave_current_folder, load_plugins
 from luffy.progress import lasting
 
@@ -116,11 +116,9 @@ def build_trainer(job: Launchable, mailbox: Any, on_gpus: bool) -> Any:
 
 
 def import_ray() -> Any:
-    try:
+    with needing("launch=ray needs Ray", "ray", ConfigError):
         import ray
         import ray.train
-    except ImportError:
-        raise ConfigError(f"launch=ray needs Ray; install it with: {how_to_install('ray')}") from None
     return ray
 
 

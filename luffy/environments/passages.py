@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from luffy.errors import DataError, UserError, how_to_install
+from luffy.errors import DataError, needing
 
 WORD = re.compile(r"\w+")
 
@@ -38,10 +38,8 @@ def words_of(text: str) -> list[str]:
 @functools.cache
 def read_passages(file: str, column: str) -> Passages:
     """The passages of a file; read once for all episodes."""
-    try:
+    with needing("environment search needs rank-bm25", "search"):
         from rank_bm25 import BM25Plus
-    except ImportError:
-        raise UserError(f"environment search needs rank-bm25; install it with: {how_to_install('search')}") from None
     texts = tuple(_texts(Path(file), column))
     words = [words_of(text) for text in texts]
     if not any(words):
