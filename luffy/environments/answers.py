@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from decimal import Decimal
 from numbers import Number
@@ -22,10 +24,6 @@ LONGEST_ERROR = 300  # characters
 CUT = " [cut]"
 
 
-class OddAnswer(TypeError):
-    """An answer that is no text and cannot be written as one."""
-
-
 class EnvironmentLost(RuntimeError):
     """An environment that cannot go on, e.g. a server that is gone: its episode ends."""
 
@@ -39,9 +37,22 @@ class Faulty(Exception):
         self.text = f"error: {clean(text)}"[:LONGEST_ERROR]
 
 
-def raised(error: BaseException) -> Faulty:
-    """What the policy reads about code of an environment that raised."""
-    return Faulty("tool_raised", describe(error))
+class OddAnswer(Faulty):
+    """An answer that is no text and cannot be written as one."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__("odd_answer", text)
+
+
+@contextmanager
+def told_to_the_policy() -> Iterator[None]:
+    """Around code of an environment: what it raises becomes a fault, unless the environment is lost."""
+    try:
+        yield
+    except (EnvironmentLost, OddAnswer):
+        raise
+    except (Exception, SystemExit) as error:
+        raise Faulty("tool_raised", describe(error)) from error
 
 
 def as_text(answer: Any) -> str:

@@ -16,17 +16,15 @@ from typing import Any
 
 from luffy.environments.answers import (
     DEFAULT_REPLY_CHARS,
-    EnvironmentLost,
     FaultKind,
     Faulty,
-    OddAnswer,
     as_reward,
     as_text,
     columns_of,
     cut,
     message,
-    raised,
     refused,
+    told_to_the_policy,
 )
 from luffy.environments.async_calls import AsyncCalls
 from luffy.environments.protocol import Reply, Turn
@@ -89,21 +87,14 @@ class StepEnvironment:
 
     def _step(self, text: str) -> Stepped:
         action = action_in(text, getattr(self._thing, "action_space", None))
-        try:
+        with told_to_the_policy():
             return read_step(self._calls.call(self._thing.step, action))
-        except EnvironmentLost:
-            raise
-        except (Exception, SystemExit) as error:
-            raise raised(error) from error
 
     def _shown(self, observation: Any) -> tuple[tuple[Message, ...], tuple[FaultKind, ...]]:
         shown: list[Message] = []
         faults: list[FaultKind] = []
         for role, content in _spoken(observation):
-            try:
-                one, cut_off = message(role, as_text(_observed(content)), self._most)
-            except OddAnswer as odd:
-                raise Faulty("odd_answer", str(odd)) from None
+            one, cut_off = message(role, as_text(_observed(content)), self._most)
             shown += [one] if one.content else []
             faults += cut_off
         return tuple(shown), tuple(faults)

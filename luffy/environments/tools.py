@@ -17,16 +17,14 @@ from typing import Any
 
 from luffy.environments.answers import (
     DEFAULT_REPLY_CHARS,
-    EnvironmentLost,
     Faulty,
-    OddAnswer,
     as_reward,
     as_text,
     columns_of,
     cut,
     message,
-    raised,
     refused,
+    told_to_the_policy,
 )
 from luffy.environments.async_calls import AsyncCalls
 from luffy.environments.protocol import Reply, Turn
@@ -84,14 +82,8 @@ class ToolEnvironment:
         if schema is None:
             raise Faulty("unknown_tool", f"no tool {call.name[:64]!r}; tools: {', '.join(self._schemas)}")
         arguments = checked(call.arguments, schema)
-        try:
+        with told_to_the_policy():
             return as_text(self._calls.call(getattr(self._thing, call.name), **arguments))
-        except OddAnswer as odd:
-            raise Faulty("odd_answer", str(odd)) from None
-        except EnvironmentLost:
-            raise
-        except (Exception, SystemExit) as error:
-            raise raised(error) from error
 
 
 def row_for(function: Callable[..., Any], problem: Problem, seed: int, owner: str) -> dict[str, Any]:
