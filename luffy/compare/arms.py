@@ -10,7 +10,7 @@ from typing import Any
 
 from luffy.compare.held_out import Split
 from luffy.compare.process import Job, luffy
-from luffy.config import Config, Method, built_in_recipes, read_recipe, stages_of, to_yaml
+from luffy.config import Config, Method, built_in_recipes, read_recipe, to_yaml
 from luffy.config.legacy import merge
 from luffy.config.recipes import config_of
 from luffy.errors import ConfigError, UserError
@@ -62,11 +62,9 @@ def arms_of(
                 values |= {"out": str(folder), "name": arm.name, "seed": seed}
                 values["optim"]["lr"] = lr
                 try:
-                    made = config_of(values)
-                    stages_of(made)
+                    found.append(Arm(method, lr, seed, config_of(values)))
                 except ConfigError as error:
                     raise UserError(f"--methods {method}: {error}") from None
-                found.append(Arm(method, lr, seed, made))
     return found
 
 

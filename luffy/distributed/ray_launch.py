@@ -58,7 +58,8 @@ def run_on_ray(job: Launchable, show: Callable[[list[str]], bool] | None = None)
                 mistaken_since = time.monotonic()
             if mistaken_since is not None and time.monotonic() - mistaken_since > GRACE_S:
                 break  # the others wait for the one that has ended; Ray would take them for lost and try again
-        raise_mistake(ray.get(mailbox.mistake.remote()))
+        if mistake := ray.get(mailbox.mistake.remote()):
+            raise MISTAKES[mistake[0]](mistake[1])
         fit.result()
     finally:
         if started_here:
@@ -239,8 +240,3 @@ def print_lines(lines: list[str]) -> bool:
     for line in lines:
         print(line, file=lasting(sys.stderr), flush=True)
     return False
-
-
-def raise_mistake(mistake: tuple[str, str] | None) -> None:
-    if mistake is not None:
-        raise MISTAKES[mistake[0]](mistake[1])

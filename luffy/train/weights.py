@@ -80,10 +80,9 @@ def _check_tied(adapted: nn.Module) -> None:
 
 def load_weights(cfg: Config, method: str, place: str, checkpoint: Checkpoint | None) -> nn.Module:
     """The model to train: the config's, or a checkpoint's if that is of the same method and kind of model."""
-    if checkpoint is not None:
-        check_same_kind(cfg, method, checkpoint)
     if checkpoint is None:
         return load_policy(cfg.model, place)
+    check_same_kind(cfg, method, checkpoint)
     if cfg.model.lora is None:
         return load_policy(replace(cfg.model, path=str(checkpoint.model)), place)
     model = load_policy(cfg.model, place)
