@@ -97,7 +97,7 @@ def gate_metrics(run: Run, gate: Gate, groups: Sequence[Group], gated: int, too_
     if not gate.uses_hints:
         return metrics
     levels = [{rollout.task.hint for rollout in group.rollouts} for group in groups]
-    highest = run.world.most(max((level for group in levels for level in group), default=0))
+    highest = max(run.world.gather(max((level for group in levels for level in group), default=0)))
     hinted = [s for g in groups for r, s in zip(g.rollouts, g.scores, strict=True) if r.task.hint]
     return metrics | {
         "method/hints_too_long": Sum(too_long),
