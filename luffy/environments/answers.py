@@ -11,10 +11,9 @@ from decimal import Decimal
 from numbers import Number
 from typing import Any, Literal
 
-from luffy.data.rows import ROW_KEY
 from luffy.environments.protocol import Reply
 from luffy.rewards.worker import describe
-from luffy.types import Message, Problem
+from luffy.types import Message
 
 FaultKind = Literal[
     "unreadable_call", "unknown_tool", "wrong_arguments", "tool_raised", "odd_answer", "cut_answer", "wrong_action"
@@ -84,11 +83,6 @@ def cut(text: str, most: int) -> tuple[str, tuple[FaultKind, ...]]:
 def message(role: str, text: str, most: int, name: str = "") -> tuple[Message, tuple[FaultKind, ...]]:
     shown, faults = cut(text, most)
     return Message(role, shown, name=name), faults
-
-
-def columns_of(problem: Problem) -> dict[str, Any]:
-    """The columns of the problem's row that luffy itself does not use."""
-    return {name: value for name, value in problem.meta.items() if name != ROW_KEY}
 
 
 def as_reply(reply: Any) -> Reply:

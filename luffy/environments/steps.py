@@ -14,13 +14,13 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from luffy.data.rows import columns_of
 from luffy.environments.answers import (
     DEFAULT_REPLY_CHARS,
     FaultKind,
     Faulty,
     as_reward,
     as_text,
-    columns_of,
     cut,
     message,
     refused,

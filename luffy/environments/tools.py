@@ -15,12 +15,12 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from luffy.data.rows import columns_of
 from luffy.environments.answers import (
     DEFAULT_REPLY_CHARS,
     Faulty,
     as_reward,
     as_text,
-    columns_of,
     cut,
     message,
     refused,

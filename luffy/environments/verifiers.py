@@ -18,13 +18,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from luffy.data.rows import columns_of
 from luffy.environments.answers import (
     DEFAULT_REPLY_CHARS,
     EnvironmentLost,
     Faulty,
     as_reward,
     as_text,
-    columns_of,
     cut,
     message,
     refused,
