@@ -38,7 +38,7 @@ def split_data(cfg: Config, folder: Path, held_out: int | None) -> Split:
     not depend on a seed. ``held_out``: problems of each held-out file; None: a tenth of all, at most 200."""
     problems = load_problems_of(cfg, cfg.data.train, cfg.data.split, limit=cfg.data.limit, require_answer=True)
     by_prompt: dict[int, list[Problem]] = defaultdict(list)
-    for problem in (problems[i] for i in range(len(problems))):
+    for problem in problems:
         by_prompt[prompt_hash(problem.prompt)].append(problem)
     order = sorted(by_prompt, key=lambda prompt: seed_of(f"compare:{prompt}"))
     wanted = held_out or min(MOST, int(SHARE * len(order)))
