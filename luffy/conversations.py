@@ -25,8 +25,8 @@ from luffy.config import Config, EnvironmentConfig
 from luffy.data import Encoder
 from luffy.environments.answers import as_reply, as_reward, as_text
 from luffy.environments.call_formats import format_of, read_turn
-from luffy.environments.kinds import maker_for
-from luffy.environments.protocol import Environment, Maker, Reply, Turn
+from luffy.environments.kinds import Maker, maker_for
+from luffy.environments.protocol import Environment, Reply, Turn
 from luffy.environments.workers import Fault, Workers
 from luffy.errors import ConfigError, DataError, UserError
 from luffy.guidance.plan import as_planned, extended, unwritten, with_reply

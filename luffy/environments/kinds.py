@@ -17,7 +17,7 @@ from functools import cached_property, partial
 from typing import Any, Literal
 
 from luffy.environments.answers import DEFAULT_REPLY_CHARS
-from luffy.environments.protocol import Environment, Maker
+from luffy.environments.protocol import Environment
 from luffy.environments.steps import StepEnvironment
 from luffy.environments.tool_schemas import Schema, schemas_of, tool_names
 from luffy.environments.tools import ToolEnvironment
@@ -74,8 +74,9 @@ def kind_of(thing: Any) -> Kind:
     )
 
 
-class ObjectMaker:
-    """Makes environments around the objects of a class or a factory."""
+class Maker:
+    """Makes the environments of a run, around the objects of a class or a factory. ``tools``: JSON schemas, as chat
+    templates take them. ``gives_reward``: whether its environments score an episode, or its turns, themselves."""
 
     def __init__(self, factory: partial[Any], max_reply_chars: int, own_reward: bool) -> None:
         self._factory, self._most, self._own_reward = factory, max_reply_chars, own_reward
@@ -141,7 +142,7 @@ def maker_for(
     describes the tools, so that a mistake shows before a run begins."""
     given = dict(arguments or {})
     part = _part(choice) if isinstance(choice, str) else EnvironmentPart(choice)
-    maker = ObjectMaker(_factory(choice, part, given), max_reply_chars, part.own_reward)
+    maker = Maker(_factory(choice, part, given), max_reply_chars, part.own_reward)
     assert maker.tools is not None  # a mistake in the class is an error here
     if part.is_built_in:  # and so is what this machine cannot do
         maker.make().close()
