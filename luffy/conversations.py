@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, cast
@@ -25,8 +26,8 @@ from luffy.config import Config, EnvironmentConfig
 from luffy.data import Encoder
 from luffy.environments.answers import as_reply, as_reward, as_text
 from luffy.environments.call_formats import format_of, read_turn
-from luffy.environments.kinds import maker_for
-from luffy.environments.protocol import Environment, Maker, Reply, Turn
+from luffy.environments.kinds import Maker, maker_for
+from luffy.environments.protocol import Environment, Reply, Turn
 from luffy.environments.workers import Fault, Workers
 from luffy.errors import ConfigError, DataError, UserError
 from luffy.guidance.plan import as_planned, extended, unwritten, with_reply
@@ -165,7 +166,7 @@ class Seat:
         )  # fmt: skip
 
 
-class Table:
+class Table(AbstractContextManager["Table"]):
     """Plays a number of episodes: what an engine serves. ``version``: of the policy; ``count(done, total)`` hears of
     each episode that ends; ``budget``: tokens that are drawn of an episode, which then goes on another time (None: any
     number)."""
@@ -185,9 +186,6 @@ class Table:
         self._ready: list[Seat] = []
         self._asked: list[Seat] = []
         self._ended: list[int] = []
-
-    def __enter__(self) -> Table:
-        return self
 
     def __exit__(self, *_: object) -> None:
         for seat in self.seats:

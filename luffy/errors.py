@@ -1,5 +1,8 @@
 """Errors that are the user's to mend: the command line prints them on one line and exits with code 2."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class UserError(ValueError):
     """Bad input. The message says what was found, where, and what to change."""
@@ -27,6 +30,15 @@ class Interrupted(StopRequested):
 
 class AllStopped(TrainingStopped):
     """A stop that every process of a run comes to at the same place, from the same numbers."""
+
+
+@contextmanager
+def needing(who: str, extra: str, kind: type[UserError] = UserError) -> Iterator[None]:
+    """Around the import of an optional package: without it an error says that ``who`` needs it, and what brings it."""
+    try:
+        yield
+    except ImportError:
+        raise kind(f"{who}; install it with: {how_to_install(extra)}") from None
 
 
 def how_to_install(extra: str) -> str:

@@ -146,6 +146,11 @@ def merge_metrics(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
     return merged
 
 
+def training_seconds(values: Mapping[str, float]) -> float:
+    """Seconds of a row of metrics.jsonl: of its step, evaluation and checkpoint."""
+    return sum(values.get(f"timing_s/{phase}", 0.0) for phase in ("step", "eval", "save"))
+
+
 def spread(prefix: str, values: Iterable[float]) -> dict[str, Metric]:
     """``prefix/mean``, ``prefix/max`` and ``prefix/min`` of some numbers."""
     items = list(values)

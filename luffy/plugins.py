@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
-from luffy.errors import UserError
+from luffy.errors import ConfigError, UserError
 
 
 class NamedModules(MetaPathFinder):
@@ -53,6 +54,15 @@ def load_plugins(plugins: Sequence[str], where: str = "plugins") -> list[ModuleT
         else:
             find_in_current_folder(plugin)
     return [_load(plugin, where) for plugin in plugins]
+
+
+def in_file(file: str, name: str, where: str, kind: str) -> Callable[..., Any]:
+    """The function or class (``kind``, in words) of a user's file that the setting ``where`` names."""
+    (module,) = load_plugins([file], where)
+    found = getattr(module, name, None)
+    if not callable(found):
+        raise ConfigError(f"'{where}': {file} has no {kind} {name!r}")
+    return found  # type: ignore[no-any-return]
 
 
 def import_named(module: str) -> ModuleType:

@@ -19,7 +19,6 @@ COVERED_ELSEWHERE: dict[str, str] = {
     "luffy.config.parts": "test_registry.py",
     "luffy.config.recipes": "test_recipes.py",
     "luffy.yaml_text": "test_config.py",
-    "luffy.compare.jobs": "compare/test_halving.py",
     "luffy.compare.picture": "compare/test_pages.py",
     "luffy.compare.state": "compare/test_halving.py",
     "luffy.data.data_files": "data/test_data_sources.py",

@@ -1,4 +1,5 @@
-"""The arms of a comparison: every method at every learning rate, on the user's model and data."""
+"""The arms of a comparison: every method at every learning rate, on the user's model and data; and the commands that
+train and evaluate one, with its files in the output folder."""
 
 from __future__ import annotations
 
@@ -8,10 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from luffy.compare.held_out import Split
-from luffy.config import Config, Method, built_in_recipes, read_recipe, stages_of
+from luffy.compare.process import Job, luffy
+from luffy.config import Config, Method, built_in_recipes, read_recipe, to_yaml
 from luffy.config.legacy import merge
 from luffy.config.recipes import config_of
 from luffy.errors import ConfigError, UserError
+from luffy.evaluation.accuracy import item_accuracy
+from luffy.evaluation.results import read_items
+from luffy.files import write_atomically
 from luffy.report.methods import SECOND_STAGE, SECTIONS, closest_recipe
 from luffy.run_folder.runs import flat_config
 from luffy.schema import nearest, to_dict
@@ -57,11 +62,9 @@ def arms_of(
                 values |= {"out": str(folder), "name": arm.name, "seed": seed}
                 values["optim"]["lr"] = lr
                 try:
-                    made = config_of(values)
-                    stages_of(made)
+                    found.append(Arm(method, lr, seed, config_of(values)))
                 except ConfigError as error:
                     raise UserError(f"--methods {method}: {error}") from None
-                found.append(Arm(method, lr, seed, made))
     return found
 
 
@@ -111,3 +114,40 @@ def restored(cfg: Config, arm: Arm, name: str) -> Mapping[str, Any]:
     values = to_dict(arm.cfg)
     values["data"] = to_dict(cfg.data)
     return {**values, "out": cfg.out, "name": name, "seed": cfg.seed}
+
+
+def recipe_of(out: Path, arm: Arm) -> Path:
+    return out / "recipes" / f"{arm.name}.yaml"
+
+
+def log_of(out: Path, arm: Arm) -> Path:
+    return out / "recipes" / f"{arm.name}.log"
+
+
+def write_recipes(out: Path, arms: Sequence[Arm]) -> None:
+    (out / "recipes").mkdir(parents=True, exist_ok=True)
+    for arm in arms:
+        write_atomically(recipe_of(out, arm), to_yaml(arm.cfg))
+
+
+def training(out: Path, arm: Arm, patience: float, target: float) -> Job:
+    """Ends when the arm has spent ``target`` seconds."""
+    command = luffy("sft" if arm.trained_by == "sft" else "train", str(recipe_of(out, arm)))
+    return Job(command, log_of(out, arm), patience, arm.cfg.folder, target)
+
+
+def evaluation(out: Path, arm: Arm, data: Path, name: str, patience: float) -> Job:
+    """The evaluation of the arm's best checkpoint, sampled as in its training's evaluations."""
+    e = arm.cfg.eval
+    options = {
+        "suite": data, "out": arm.cfg.folder / "evals" / name, "reward-of": recipe_of(out, arm), "k": e.n,
+        "temperature": e.temperature, "top-p": e.top_p, "max-tokens": e.max_tokens or arm.cfg.rollout.max_tokens,
+        "device": arm.cfg.model.device,
+    }  # fmt: skip
+    words = [word for key, value in options.items() for word in (f"--{key}", str(value))]
+    return Job(luffy("eval", str(arm.cfg.folder), *words), log_of(out, arm), patience)
+
+
+def accuracies(arm: Arm, name: str) -> dict[str, float]:
+    """By problem, of a finished evaluation."""
+    return item_accuracy(read_items(arm.cfg.folder / "evals" / name))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import shutil
@@ -12,15 +13,14 @@ from pathlib import Path
 from statistics import fmean
 from typing import TypeVar
 
-from luffy.compare.arms import Arm, arms_of
+from luffy.compare.arms import Arm, accuracies, arms_of, evaluation, training, write_recipes
 from luffy.compare.at_once import environment, evenly
 from luffy.compare.base_holder import Room, room_for
 from luffy.compare.held_out import split_data
-from luffy.compare.jobs import accuracies, evaluation, training, write_recipes
 from luffy.compare.outcome import Outcome, outcome_of
 from luffy.compare.pages import write_pages
 from luffy.compare.process import Ended, spent_seconds, together
-from luffy.compare.state import ArmState, State, fingerprint, read_state
+from luffy.compare.state import ArmState, State, read_state
 from luffy.config import Config
 from luffy.errors import UserError
 from luffy.schema import to_dict
@@ -51,7 +51,8 @@ class Asked:
     @property
     def fingerprint(self) -> str:
         values = {"cfg": to_dict(self.cfg), "methods": self.methods, "lrs": self.lrs, "seeds": self.seeds}
-        return fingerprint({**values, "budget": self.budget, "held_out": self.held_out})
+        values |= {"budget": self.budget, "held_out": self.held_out}
+        return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def rung_sizes(candidates: int, seeds: int = 1, most: int = 1) -> list[int]:

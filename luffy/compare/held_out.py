@@ -12,7 +12,7 @@ from typing import Any
 from luffy.config import Config
 from luffy.data.dataset import prompt_hash
 from luffy.data.prompts import template_rows
-from luffy.data.schemas import ROW_KEY
+from luffy.data.rows import columns_of
 from luffy.errors import UserError
 from luffy.files import write_atomically
 from luffy.seeds import seed_of
@@ -38,7 +38,7 @@ def split_data(cfg: Config, folder: Path, held_out: int | None) -> Split:
     not depend on a seed. ``held_out``: problems of each held-out file; None: a tenth of all, at most 200."""
     problems = load_problems_of(cfg, cfg.data.train, cfg.data.split, limit=cfg.data.limit, require_answer=True)
     by_prompt: dict[int, list[Problem]] = defaultdict(list)
-    for problem in (problems[i] for i in range(len(problems))):
+    for problem in problems:
         by_prompt[prompt_hash(problem.prompt)].append(problem)
     order = sorted(by_prompt, key=lambda prompt: seed_of(f"compare:{prompt}"))
     wanted = held_out or min(MOST, int(SHARE * len(order)))
@@ -69,9 +69,8 @@ def row_of(problem: Problem) -> dict[str, Any]:
     prompt: Any = problem.prompt
     if not isinstance(prompt, str):
         prompt = template_rows(prompt, str)
-    others = {key: value for key, value in problem.meta.items() if key != ROW_KEY}
     row = {"id": problem.id, "prompt": prompt, "answer": problem.answer, "source": problem.source}
-    return {**others, **row, "traces": [trace_of(trace) for trace in problem.traces]}
+    return {**columns_of(problem), **row, "traces": [trace_of(trace) for trace in problem.traces]}
 
 
 def trace_of(trace: Trace) -> dict[str, Any]:

@@ -12,6 +12,8 @@ from luffy.compare.arms import Arm
 from luffy.compare.state import ArmState
 from luffy.evaluation.compare import Difference, paired_difference
 
+RESAMPLES = 2000
+
 
 @dataclass(frozen=True)
 class Row:
@@ -40,7 +42,7 @@ class Outcome:
     words: tuple[str, ...]
 
 
-def outcome_of(arms: Sequence[Arm], states: Mapping[str, ArmState], resamples: int = 2000) -> Outcome:
+def outcome_of(arms: Sequence[Arm], states: Mapping[str, ArmState]) -> Outcome:
     names = dict.fromkeys(arm.candidate for arm in arms)
     rows = [_row(name, [arm for arm in arms if arm.candidate == name], states) for name in names]
     rows.sort(key=lambda row: (row.test is None, -(row.test or 0.0), -(row.validation or 0.0)))
@@ -48,7 +50,7 @@ def outcome_of(arms: Sequence[Arm], states: Mapping[str, ArmState], resamples: i
     if not finalists:
         return Outcome(tuple(rows), {}, None, ("No arm reached the test: no winner.",))
     leader, others = finalists[0], finalists[1:]
-    behind = {row.name: _difference(leader, row, resamples) for row in others}
+    behind = {row.name: _difference(leader, row) for row in others}
     told = [row for row in others if behind[row.name].significant]
     close = [row for row in others if row not in told]
     if not others:
@@ -73,10 +75,10 @@ def _row(name: str, arms: Sequence[Arm], states: Mapping[str, ArmState]) -> Row:
     return Row(name, tuple(arms), sum(s.seconds for s in own), fmean(scores) if scores else None, items, fate)
 
 
-def _difference(leader: Row, other: Row, resamples: int) -> Difference:
+def _difference(leader: Row, other: Row) -> Difference:
     keys = sorted(leader.items.keys() & other.items.keys())
     first, second = (np.array([row.items[key] for key in keys]) for row in (leader, other))
-    return paired_difference([("test", first, second)], resamples)
+    return paired_difference([("test", first, second)], RESAMPLES)
 
 
 def _sentence(leader: Row, other: Row, found: Difference, told: bool) -> str:

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from luffy.errors import UserError
+from luffy.metrics import training_seconds
 from luffy.plugins import python_flags
 from luffy.run_folder.layout import METRICS
 from luffy.run_folder.recorder import read_json_lines
 
 POLL_S = 0.25
 TO_STOP_S = 120.0  # for a checkpoint after SIGTERM
-SECONDS = ("timing_s/step", "timing_s/eval", "timing_s/save")
 LONGEST_REASON = 200
 
 
@@ -35,8 +35,7 @@ class Ended:
 
 def spent_seconds(folder: Path) -> float:
     """Seconds of the steps, evaluations and checkpoints that a run has on record, of all its stages."""
-    rows = read_json_lines(folder / METRICS)
-    return sum(row.get(name, 0.0) for row in rows for name in SECONDS)
+    return sum(map(training_seconds, read_json_lines(folder / METRICS)))
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from luffy.errors import UserError
 from luffy.files import json_object, write_atomically
@@ -56,10 +54,6 @@ class State:
 
     def write(self, folder: Path) -> None:
         write_atomically(folder / STATE, json.dumps(asdict(self), indent=1) + "\n")
-
-
-def fingerprint(values: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def read_state(folder: Path, asked: str) -> State:

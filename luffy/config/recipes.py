@@ -45,9 +45,7 @@ def load_config(
 def read_mapping(recipe: Mapping[str, Any]) -> dict[str, Any]:
     """The values of a recipe that is given as nested dictionaries."""
     check_size(recipe, "the recipe")
-    values = with_current_keys(_with_package_paths(copy.deepcopy(dict(recipe))))
-    values = _Reader().with_bases_of_stages(values)
-    return merge(_Reader().merged(_bases(values.pop("base", []), "the recipe")), values)
+    return _Reader().over_bases(copy.deepcopy(dict(recipe)), "the recipe")
 
 
 def config_of(values: Mapping[str, Any]) -> Config:
@@ -119,10 +117,13 @@ class _Reader:
         if path in seen:
             raise ConfigError(f"recipe {path} inherits itself through {' -> '.join(p.name for p in seen)}")
         if path not in self.known:
-            values = {"name": path.stem, **with_current_keys(_with_package_paths(_parse_recipe(path)))}
-            values = self.with_bases_of_stages(values, (*seen, path))
-            self.known[path] = merge(self.merged(_bases(values.pop("base", []), path), (*seen, path)), values)
+            self.known[path] = self.over_bases({"name": path.stem, **_parse_recipe(path)}, path, (*seen, path))
         return copy.deepcopy(self.known[path])
+
+    def over_bases(self, recipe: dict[str, Any], where: Path | str, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
+        """The values of a recipe and its stages, over those of the recipes that they name as their bases."""
+        values = self.with_bases_of_stages(with_current_keys(_with_package_paths(recipe)), seen)
+        return merge(self.merged(_bases(values.pop("base", []), where), seen), values)
 
     def merged(self, recipes: Sequence[str | Path], seen: tuple[Path, ...] = ()) -> dict[str, Any]:
         """The values of all of them; a later recipe wins."""

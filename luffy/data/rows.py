@@ -9,6 +9,7 @@ from typing import Any
 
 from luffy.data.sources import FIX_OR_SKIP, RowError, shown
 from luffy.errors import ConfigError
+from luffy.types import Problem
 
 ROW_KEY = "__row__"
 """Key of ``Problem.meta`` that holds ``file:row``, so that later errors can name the row."""
@@ -54,6 +55,11 @@ class RowView:
         if value is None and lookup(self.values, column) is ABSENT:
             return self.fault(column, f"expected {expected}, but the row has only {column_names(self.values)}")
         return self.fault(column, f"expected {expected}, found {shown(value)}")
+
+
+def columns_of(problem: Problem) -> dict[str, Any]:
+    """The columns of the problem's row that luffy itself does not use."""
+    return {name: value for name, value in problem.meta.items() if name != ROW_KEY}
 
 
 def column_names(row: Mapping[str, Any]) -> str:

@@ -22,7 +22,7 @@ from typing import Any
 
 from luffy.config import Config
 from luffy.distributed.launch import Launchable
-from luffy.errors import ConfigError, TrainingStopped, UserError, how_to_install
+from luffy.errors import ConfigError, TrainingStopped, UserError, needing
 from luffy.plugins import leave_current_folder, load_plugins
 from luffy.progress import lasting
 
@@ -58,7 +58,8 @@ def run_on_ray(job: Launchable, show: Callable[[list[str]], bool] | None = None)
                 mistaken_since = time.monotonic()
             if mistaken_since is not None and time.monotonic() - mistaken_since > GRACE_S:
                 break  # the others wait for the one that has ended; Ray would take them for lost and try again
-        raise_mistake(ray.get(mailbox.mistake.remote()))
+        if mistake := ray.get(mailbox.mistake.remote()):
+            raise MISTAKES[mistake[0]](mistake[1])
         fit.result()
     finally:
         if started_here:
@@ -116,11 +117,9 @@ def build_trainer(job: Launchable, mailbox: Any, on_gpus: bool) -> Any:
 
 
 def import_ray() -> Any:
-    try:
+    with needing("launch=ray needs Ray", "ray", ConfigError):
         import ray
         import ray.train
-    except ImportError:
-        raise ConfigError(f"launch=ray needs Ray; install it with: {how_to_install('ray')}") from None
     return ray
 
 
@@ -241,8 +240,3 @@ def print_lines(lines: list[str]) -> bool:
     for line in lines:
         print(line, file=lasting(sys.stderr), flush=True)
     return False
-
-
-def raise_mistake(mistake: tuple[str, str] | None) -> None:
-    if mistake is not None:
-        raise MISTAKES[mistake[0]](mistake[1])

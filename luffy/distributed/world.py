@@ -75,9 +75,6 @@ class World:
             raise mistake
         return value  # type: ignore[return-value]
 
-    def most(self, value: int) -> int:
-        return max(self.gather(value))
-
     def merge(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
         """Metrics over all processes: each kind adds up as it does over micro-batches."""
         return dict(metrics) if self.size == 1 else merge_metrics(self.gather(dict(metrics)))

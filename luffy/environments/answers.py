@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from decimal import Decimal
 from numbers import Number
 from typing import Any, Literal
 
-from luffy.data.rows import ROW_KEY
 from luffy.environments.protocol import Reply
 from luffy.rewards.worker import describe
-from luffy.types import Message, Problem
+from luffy.types import Message
 
 FaultKind = Literal[
     "unreadable_call", "unknown_tool", "wrong_arguments", "tool_raised", "odd_answer", "cut_answer", "wrong_action"
@@ -20,10 +21,6 @@ FaultKind = Literal[
 DEFAULT_REPLY_CHARS = 4000
 LONGEST_ERROR = 300  # characters
 CUT = " [cut]"
-
-
-class OddAnswer(TypeError):
-    """An answer that is no text and cannot be written as one."""
 
 
 class EnvironmentLost(RuntimeError):
@@ -39,9 +36,22 @@ class Faulty(Exception):
         self.text = f"error: {clean(text)}"[:LONGEST_ERROR]
 
 
-def raised(error: BaseException) -> Faulty:
-    """What the policy reads about code of an environment that raised."""
-    return Faulty("tool_raised", describe(error))
+class OddAnswer(Faulty):
+    """An answer that is no text and cannot be written as one."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__("odd_answer", text)
+
+
+@contextmanager
+def told_to_the_policy() -> Iterator[None]:
+    """Around code of an environment: what it raises becomes a fault, unless the environment is lost."""
+    try:
+        yield
+    except (EnvironmentLost, OddAnswer):
+        raise
+    except (Exception, SystemExit) as error:
+        raise Faulty("tool_raised", describe(error)) from error
 
 
 def as_text(answer: Any) -> str:
@@ -73,11 +83,6 @@ def cut(text: str, most: int) -> tuple[str, tuple[FaultKind, ...]]:
 def message(role: str, text: str, most: int, name: str = "") -> tuple[Message, tuple[FaultKind, ...]]:
     shown, faults = cut(text, most)
     return Message(role, shown, name=name), faults
-
-
-def columns_of(problem: Problem) -> dict[str, Any]:
-    """The columns of the problem's row that luffy itself does not use."""
-    return {name: value for name, value in problem.meta.items() if name != ROW_KEY}
 
 
 def as_reply(reply: Any) -> Reply:

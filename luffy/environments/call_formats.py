@@ -55,12 +55,17 @@ def format_of(template: str) -> str:
 
 
 def _split_thought(text: str, in_thought: bool) -> tuple[str, str]:
-    """The thought that a turn begins with, tags included, and what follows it. One that never ends is all of it."""
+    """The thought that a turn begins with, tags included, and what follows it."""
     if not (in_thought or text.lstrip().startswith(THINK)):
         return "", text
-    end = text.find(END_THINK)
-    cut = len(text) if end < 0 else end + len(END_THINK)
+    cut = _end_of_thought(text, 0)
     return text[:cut], text[cut:]
+
+
+def _end_of_thought(text: str, start: int) -> int:
+    """The place behind a thought; one that never ends goes on to the end of the text."""
+    end = text.find(END_THINK, start)
+    return len(text) if end < 0 else end + len(END_THINK)
 
 
 def _read_hermes(text: str, faults: Faults) -> Read:
@@ -71,8 +76,7 @@ def _read_hermes(text: str, faults: Faults) -> Read:
     while (start := _next_tag(text, at)) >= 0:
         kept.append(text[at:start])
         if text.startswith(THINK, start):  # a later thought
-            end = text.find(END_THINK, start)
-            at = len(text) if end < 0 else end + len(END_THINK)
+            at = _end_of_thought(text, start)
             kept.append(text[start:at])
             continue
         at = _hermes_call(text, start + len(CALL), calls, faults)

@@ -13,16 +13,16 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal
 
 from luffy.environments.answers import DEFAULT_REPLY_CHARS
-from luffy.environments.protocol import Environment, Maker
+from luffy.environments.protocol import Environment
 from luffy.environments.steps import StepEnvironment
 from luffy.environments.tool_schemas import Schema, schemas_of, tool_names
 from luffy.environments.tools import ToolEnvironment
 from luffy.errors import ConfigError, UserError
-from luffy.plugins import load_plugins
+from luffy.plugins import in_file
 from luffy.registry import NoSettings, Part, Registry
 from luffy.rewards.worker import describe
 from luffy.schema import Chosen, build
@@ -74,18 +74,19 @@ def kind_of(thing: Any) -> Kind:
     )
 
 
-class ObjectMaker:
-    """Makes environments around the objects of a class or a factory."""
+class Maker:
+    """Makes the environments of a run, around the objects of a class or a factory. ``tools``: JSON schemas, as chat
+    templates take them. ``gives_reward``: whether its environments score an episode, or its turns, themselves."""
 
-    def __init__(self, factory: Factory, max_reply_chars: int = DEFAULT_REPLY_CHARS, own_reward: bool = False) -> None:
+    def __init__(self, factory: partial[Any], max_reply_chars: int, own_reward: bool) -> None:
         self._factory, self._most, self._own_reward = factory, max_reply_chars, own_reward
 
     @cached_property
     def _sample(self) -> tuple[Kind, dict[str, Schema], bool]:
         """The kind, the tools, and whether there is a reward: of the class, or of an object that is made for this."""
-        if _takes_row(self._factory):
+        if _takes_row(self._factory.func):
             return "steps", {}, True
-        cls = _class_of(self._factory)
+        cls = self._factory.func if isinstance(self._factory.func, type) else None
         thing = self._made_once() if cls is None else cls
         try:
             kind = kind_of(thing)
@@ -102,7 +103,7 @@ class ObjectMaker:
         except UserError:
             raise
         except (Exception, SystemExit) as error:  # whatever a user's function raises
-            name = getattr(_function_of(self._factory), "__name__", "the function")
+            name = getattr(self._factory.func, "__name__", "the function")
             raise UserError(f"'{SECTION}.name': {name} made no environment: {describe(error)}") from error
 
     @property
@@ -115,8 +116,9 @@ class ObjectMaker:
 
     def make(self) -> Environment:
         """An environment for one episode."""
-        if _takes_row(self._factory):
-            return StepEnvironment(None, self._most, lambda row: self._factory(extras=row))
+        if _takes_row(self._factory.func):
+            given = self._factory.keywords
+            return StepEnvironment(None, self._most, lambda row: self._factory(**{"extras": row, **given}))
         return made(self._sample[0], self._factory(), self._sample[1], self._most)
 
 
@@ -140,7 +142,7 @@ def maker_for(
     describes the tools, so that a mistake shows before a run begins."""
     given = dict(arguments or {})
     part = _part(choice) if isinstance(choice, str) else EnvironmentPart(choice)
-    maker = ObjectMaker(_factory(choice, part, given), max_reply_chars, part.own_reward)
+    maker = Maker(_factory(choice, part, given), max_reply_chars, part.own_reward)
     assert maker.tools is not None  # a mistake in the class is an error here
     if part.is_built_in:  # and so is what this machine cannot do
         maker.make().close()
@@ -152,21 +154,17 @@ def _part(name: str) -> EnvironmentPart:
     file, colon, attribute = name.rpartition(":")
     if not (colon and file.endswith(".py")):
         return ENVIRONMENTS.find(name, f"{SECTION}.name")
-    (module,) = load_plugins([file], where=f"{SECTION}.name")
-    found = getattr(module, attribute, None)
-    if not callable(found):
-        raise ConfigError(f"'{SECTION}.name': {file} has no class or function {attribute!r}")
-    return EnvironmentPart(found)
+    return EnvironmentPart(in_file(file, attribute, f"{SECTION}.name", "class or function"))
 
 
-def _factory(choice: str | Factory, part: EnvironmentPart, given: dict[str, Any]) -> Factory:
+def _factory(choice: str | Factory, part: EnvironmentPart, given: dict[str, Any]) -> partial[Any]:
     """What makes an object, without arguments."""
     if part.settings is not NoSettings:
         chosen = choice.settings if isinstance(choice, Chosen) and not given else None
         settings = chosen or build(part.settings, given, f"{SECTION}.arguments")
         if hasattr(settings, "check"):
             settings.check(f"{SECTION}.arguments")
-        return _Bound(part.function, (settings,), {})
+        return partial(part.function, settings)
     try:
         row: dict[str, Any] = {"extras": {}} if _takes_row(part.function) else {}
         inspect.signature(part.function).bind(**{**row, **given})
@@ -175,33 +173,11 @@ def _factory(choice: str | Factory, part: EnvironmentPart, given: dict[str, Any]
         raise ConfigError(f"'{SECTION}.arguments' do not fit {name}: {error}") from None
     except ValueError:  # a builtin without a signature
         pass
-    return _Bound(part.function, (), given)
+    return partial(part.function, **given)
 
 
-@dataclass(frozen=True)
-class _Bound:
-    """A class or function with its arguments."""
-
-    function: Factory
-    positional: tuple[Any, ...]
-    named: Mapping[str, Any]
-
-    def __call__(self, **more: Any) -> Any:
-        return self.function(*self.positional, **{**more, **self.named})
-
-
-def _function_of(factory: Factory) -> Factory:
-    return factory.function if isinstance(factory, _Bound) else factory
-
-
-def _class_of(factory: Factory) -> type | None:
-    function = _function_of(factory)
-    return function if isinstance(function, type) else None
-
-
-def _takes_row(factory: Factory) -> bool:
+def _takes_row(function: Factory) -> bool:
     """Whether it makes its object from the row of an episode, as SkyRL-gym does."""
-    function = _function_of(factory)
     if getattr(function, "__name__", "") == "make" and function.__module__.startswith("skyrl_gym"):
         return True
     try:

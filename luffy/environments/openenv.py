@@ -15,7 +15,7 @@ from typing import Any
 
 from luffy.environments.answers import EnvironmentLost
 from luffy.environments.kinds import environment
-from luffy.errors import ConfigError, UserError, how_to_install
+from luffy.errors import ConfigError, needing
 from luffy.schema import knob
 
 SCHEMES = {"http": "ws", "https": "wss", "ws": "ws", "wss": "wss"}
@@ -51,11 +51,8 @@ class OpenEnv:
     """One session with the server: an environment with ``reset`` and ``step``."""
 
     def __init__(self, settings: OpenEnvSettings) -> None:
-        try:
+        with needing("environment openenv needs websockets", "environments"):
             from websockets.sync.client import connect
-        except ImportError:
-            install = how_to_install("environments")
-            raise UserError(f"environment openenv needs websockets; install it with: {install}") from None
         self._settings, self._connect = settings, connect
         self._connection: Any = None
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from luffy.types import Message, Problem, ToolCall
 
@@ -52,16 +51,3 @@ class Environment(Protocol):
     def close(self) -> None:
         """Release everything, however the episode ended."""
         ...
-
-
-class Maker(Protocol):
-    """Makes the environments of a run. ``tools``: JSON schemas, as chat templates take them. ``gives_reward``: whether
-    its environments score an episode, or its turns, themselves."""
-
-    @property
-    def tools(self) -> tuple[Mapping[str, Any], ...]: ...
-
-    @property
-    def gives_reward(self) -> bool: ...
-
-    def make(self) -> Environment: ...

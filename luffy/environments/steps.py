@@ -14,24 +14,23 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from luffy.data.rows import columns_of
 from luffy.environments.answers import (
     DEFAULT_REPLY_CHARS,
-    EnvironmentLost,
     FaultKind,
     Faulty,
-    OddAnswer,
     as_reward,
     as_text,
-    columns_of,
     cut,
     message,
-    raised,
     refused,
+    told_to_the_policy,
 )
 from luffy.environments.async_calls import AsyncCalls
 from luffy.environments.protocol import Reply, Turn
-from luffy.environments.tools import plain, row_for
+from luffy.environments.tools import row_for
 from luffy.rewards.extract import after_thought
+from luffy.rewards.own_function import prompt_of
 from luffy.types import Message, Problem
 
 WHOLE_NUMBER = re.compile(r"-?\d+")
@@ -57,7 +56,7 @@ class StepEnvironment:
         if self._of_row is not None:
             self._thing = self._of_row(extras_of(problem))
         if hasattr(self._thing, "init"):
-            prompt = _messages(problem.prompt)
+            prompt = chat_of(problem)
             found = self._calls.call(self._thing.init, list(prompt))
             text = added(prompt, found[0] if isinstance(found, tuple) else found)
         else:
@@ -88,21 +87,14 @@ class StepEnvironment:
 
     def _step(self, text: str) -> Stepped:
         action = action_in(text, getattr(self._thing, "action_space", None))
-        try:
+        with told_to_the_policy():
             return read_step(self._calls.call(self._thing.step, action))
-        except EnvironmentLost:
-            raise
-        except (Exception, SystemExit) as error:
-            raise raised(error) from error
 
     def _shown(self, observation: Any) -> tuple[tuple[Message, ...], tuple[FaultKind, ...]]:
         shown: list[Message] = []
         faults: list[FaultKind] = []
         for role, content in _spoken(observation):
-            try:
-                one, cut_off = message(role, as_text(_observed(content)), self._most)
-            except OddAnswer as odd:
-                raise Faulty("odd_answer", str(odd)) from None
+            one, cut_off = message(role, as_text(_observed(content)), self._most)
             shown += [one] if one.content else []
             faults += cut_off
         return tuple(shown), tuple(faults)
@@ -111,7 +103,7 @@ class StepEnvironment:
 def extras_of(problem: Problem) -> dict[str, Any]:
     """The row as SkyRL-gym takes it: the answer is in ``reward_spec``, unless the row has one."""
     row = {"reward_spec": {"ground_truth": problem.answer}, "extra_info": {}, **columns_of(problem)}
-    return {**row, "id": problem.id, "prompt": plain(problem.prompt), "answer": problem.answer}
+    return {**row, "id": problem.id, "prompt": prompt_of(problem), "answer": problem.answer}
 
 
 def action_in(text: str, space: Any = None) -> Any:
@@ -153,9 +145,10 @@ def added(prompt: Sequence[Mapping[str, str]], first: Any) -> str:
     return "\n\n".join(new)
 
 
-def _messages(prompt: str | tuple[Message, ...]) -> list[dict[str, str]]:
-    turns = (Message("user", prompt),) if isinstance(prompt, str) else prompt
-    return [{"role": turn.role, "content": turn.content} for turn in turns]
+def chat_of(problem: Problem) -> list[dict[str, str]]:
+    """The prompt as chat messages, a question as one of the user's."""
+    prompt = prompt_of(problem)
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
 
 
 def _spoken(observation: Any) -> list[tuple[str, Any]]:

@@ -15,24 +15,23 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from luffy.data.rows import columns_of
 from luffy.environments.answers import (
     DEFAULT_REPLY_CHARS,
-    EnvironmentLost,
     Faulty,
-    OddAnswer,
     as_reward,
     as_text,
-    columns_of,
     cut,
     message,
-    raised,
     refused,
+    told_to_the_policy,
 )
 from luffy.environments.async_calls import AsyncCalls
 from luffy.environments.protocol import Reply, Turn
 from luffy.environments.tool_schemas import Schema, checked, schemas_of
 from luffy.errors import UserError
-from luffy.types import Message, Problem, ToolCall
+from luffy.rewards.own_function import prompt_of
+from luffy.types import Problem, ToolCall
 
 
 class ToolEnvironment:
@@ -83,19 +82,13 @@ class ToolEnvironment:
         if schema is None:
             raise Faulty("unknown_tool", f"no tool {call.name[:64]!r}; tools: {', '.join(self._schemas)}")
         arguments = checked(call.arguments, schema)
-        try:
+        with told_to_the_policy():
             return as_text(self._calls.call(getattr(self._thing, call.name), **arguments))
-        except OddAnswer as odd:
-            raise Faulty("odd_answer", str(odd)) from None
-        except EnvironmentLost:
-            raise
-        except (Exception, SystemExit) as error:
-            raise raised(error) from error
 
 
 def row_for(function: Callable[..., Any], problem: Problem, seed: int, owner: str) -> dict[str, Any]:
     """The arguments of a ``reset``: those of its names that the row has, all columns for ``**row``."""
-    row = {**columns_of(problem), "id": problem.id, "prompt": plain(problem.prompt), "answer": problem.answer}
+    row = {**columns_of(problem), "id": problem.id, "prompt": prompt_of(problem), "answer": problem.answer}
     taken: dict[str, Any] = {}
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.kind is parameter.VAR_KEYWORD:
@@ -110,10 +103,3 @@ def row_for(function: Callable[..., Any], problem: Problem, seed: int, owner: st
             known = ", ".join(sorted(map(str, row)))
             raise UserError(f"{owner}.reset needs {name!r}, which row {problem.id} does not have; columns: {known}")
     return taken
-
-
-def plain(prompt: str | tuple[Message, ...]) -> str | list[dict[str, str]]:
-    """A prompt as rows have it: text, or messages as mappings."""
-    if isinstance(prompt, str):
-        return prompt
-    return [{"role": message.role, "content": message.content} for message in prompt]

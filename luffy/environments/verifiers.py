@@ -18,13 +18,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from luffy.data.rows import columns_of
 from luffy.environments.answers import (
     DEFAULT_REPLY_CHARS,
     EnvironmentLost,
     Faulty,
     as_reward,
     as_text,
-    columns_of,
     cut,
     message,
     refused,
@@ -32,10 +32,9 @@ from luffy.environments.answers import (
 from luffy.environments.async_calls import SharedLoop
 from luffy.environments.kinds import environment
 from luffy.environments.protocol import Reply, Turn
-from luffy.environments.steps import added
-from luffy.environments.tools import plain
-from luffy.errors import ConfigError, UserError, how_to_install
-from luffy.plugins import load_plugins
+from luffy.environments.steps import added, chat_of
+from luffy.errors import UserError, needing
+from luffy.plugins import in_file
 from luffy.rewards.worker import describe
 from luffy.schema import knob
 from luffy.types import Problem
@@ -93,21 +92,13 @@ def _keeping_signals() -> Iterator[None]:
 
 
 def _loader(name: str) -> Callable[..., Any]:
-    try:
+    with needing("environment verifiers needs verifiers 0.2 or 0.3", "verifiers"):
         from verifiers.envs.multiturn_env import MultiTurnEnv  # noqa: F401  # not in 0.4, which runs agents as programs
         from verifiers.utils.env_utils import load_environment
-    except ImportError:
-        install = how_to_install("verifiers")
-        raise UserError(f"environment verifiers needs verifiers 0.2 or 0.3; install it with: {install}") from None
     file, colon, function = name.rpartition(":")
     if not colon:
         return lambda **arguments: load_environment(name, **arguments)
-    (module,) = load_plugins([file], where=f"{WHERE}.id")
-    found = getattr(module, function, None)
-    if not callable(found):
-        raise ConfigError(f"'{WHERE}.id': {file} has no function {function!r}")
-    made: Callable[..., Any] = found
-    return made
+    return in_file(file, function, f"{WHERE}.id", "function")
 
 
 class VerifiersEpisode:
@@ -127,8 +118,7 @@ class VerifiersEpisode:
 
     def start(self, problem: Problem, seed: int) -> str:
         """Begin; the text is what the environment put behind the row's prompt."""
-        prompt = plain(problem.prompt)
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        messages = chat_of(problem)
         row = {"example_id": 0, "info": {}, **columns_of(problem), "prompt": messages}
         first = self._loop.call(self._begin, {**row, "answer": problem.answer})
         if first is None:

@@ -6,6 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -33,7 +34,7 @@ class _Call:
     given_up: bool = False
 
 
-class Workers:
+class Workers(AbstractContextManager["Workers"]):
     """Runs at most ``at_once`` calls; a call that takes longer than ``timeout_s`` is given up, and counts no more.
 
         workers.submit(episode, environment.reply, turn)
@@ -52,9 +53,6 @@ class Workers:
         self._done: list[Done] = []
         self._threads = self._idle = 0  # those that wait or run a call that counts
         self._watched = self._closed = False
-
-    def __enter__(self) -> Workers:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

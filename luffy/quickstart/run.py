@@ -20,9 +20,9 @@ from rich.table import Table
 from luffy.config import Config, built_in_recipes, load_config, stages_of
 from luffy.errors import StopRequested, TrainingStopped, UserError
 from luffy.files import json_object, write_atomically
+from luffy.metrics import training_seconds
 from luffy.progress import lasting
 from luffy.report.html import write_report
-from luffy.report.tables import OUTSIDE_STEPS, STEP_SECONDS
 from luffy.run_folder.checkpoint import CheckpointStore
 from luffy.run_folder.layout import METRICS
 from luffy.run_folder.recorder import read_json_lines
@@ -268,7 +268,7 @@ def run_one(cfg: Config) -> MethodOutcome:
         heldout_greedy=greedy["val-core/accuracy"],
         ood=evaluated[-1]["val-ood/accuracy"],
         ood_greedy=greedy["val-ood/accuracy"],
-        seconds=sum(row.get(name, 0.0) for row in rows for name in (STEP_SECONDS, *OUTSIDE_STEPS)),
+        seconds=sum(map(training_seconds, rows)),
     )
     write_atomically(cfg.folder / FINISHED, json.dumps({"config": to_dict(cfg), "outcome": asdict(outcome)}) + "\n")
     return outcome

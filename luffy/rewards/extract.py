@@ -22,8 +22,6 @@ _NAME_BEFORE = re.compile(rf"(?<![a-zA-Z\d_}}^]){_NAME}[$(\[\\\s]*$")
 
 _FULL_WIDTH = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)} | {0x3000: 0x20}
 
-THOUGHT_BEGINS, THOUGHT_ENDS = THINK, END_THINK
-
 
 class Box(NamedTuple):
     """One ``\\boxed{...}``: its content and where it lies in the text."""
@@ -40,8 +38,8 @@ def after_thought(response: str, in_thought: bool = False) -> str:
         >>> after_thought("<think>2 + 3</think>It is 5.")
         'It is 5.'
     """
-    _, closed, rest = response.rpartition(THOUGHT_ENDS)
-    is_open = THOUGHT_BEGINS in rest or (in_thought and not closed)
+    _, closed, rest = response.rpartition(END_THINK)
+    is_open = THINK in rest or (in_thought and not closed)
     return "" if is_open else rest
 
 

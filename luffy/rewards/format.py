@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from luffy.rewards.extract import THOUGHT_BEGINS as OPEN
-from luffy.rewards.extract import THOUGHT_ENDS as CLOSE
 from luffy.rewards.kinds import text_reward
+from luffy.types import END_THINK, THINK
 
 
 @text_reward("format", reads_thoughts=True, judges_answer=False)
@@ -16,12 +15,12 @@ def score(answer: str, response: str) -> tuple[float, str]:
 def has_think_block(response: str) -> bool:
     """Exactly one closing tag, thought before it and text after it; the opening tag stands at the very
     start, or is missing because the prompt already ended with it."""
-    if response.count(CLOSE) != 1 or response.count(OPEN) > 1:
+    if response.count(END_THINK) != 1 or response.count(THINK) > 1:
         return False
-    thought, solution = response.split(CLOSE)
-    if OPEN in solution:
+    thought, solution = response.split(END_THINK)
+    if THINK in solution:
         return False
     thought = thought.strip()
-    if OPEN in thought and not thought.startswith(OPEN):
+    if THINK in thought and not thought.startswith(THINK):
         return False
-    return bool(thought.removeprefix(OPEN).strip()) and bool(solution.strip())
+    return bool(thought.removeprefix(THINK).strip()) and bool(solution.strip())

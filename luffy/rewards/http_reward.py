@@ -18,9 +18,8 @@ from typing import Any
 
 from luffy.errors import UserError
 from luffy.rewards.kinds import Answered, HttpRewardConfig, Reward
-from luffy.rewards.own_function import CALL_FAILED, NOT_SCORED, finite_number, prompt_of, row_of
+from luffy.rewards.own_function import CALL_FAILED, outcome_of, prompt_of, row_of
 from luffy.rewards.pool import Outcome
-from luffy.rewards.worker import describe
 from luffy.web import Client, RequestFailed, checked_address, with_retries
 
 logger = logging.getLogger(__name__)
@@ -100,14 +99,9 @@ class HttpReward(Reward):
             return [Outcome(CALL_FAILED, message=f"{self._address}: {error}")] * len(batch)
 
     def _outcome(self, score: Any) -> Outcome:
-        if score is None:
-            return NOT_SCORED
         if isinstance(score, dict) and "error" in score:
             return Outcome("error", message=self._client.shown(str(score["error"]).encode()))
-        try:
-            return Outcome("ok", (finite_number(self._address, score), "ok"))
-        except (TypeError, ValueError) as error:
-            return Outcome("error", message=describe(error))
+        return outcome_of(self._address, score)
 
     def _scores(self, batch: Sequence[Answered]) -> list[Any]:
         """Scores of a batch as the server sent them, after retries."""
@@ -146,7 +140,7 @@ def as_json(item: Answered) -> dict[str, Any]:
     """Sample as the server gets it."""
     row = row_of(item)
     own = {name: row.pop(name) for name in ("id", "answer")}
-    return {**own, "prompt": prompt_of(item), "response": item.response, "columns": without_nan(row)}
+    return {**own, "prompt": prompt_of(item.problem), "response": item.response, "columns": without_nan(row)}
 
 
 def without_nan(value: Any) -> Any:

@@ -23,6 +23,7 @@ from luffy.rewards.kinds import REWARDS, Answered, RewardFunction
 from luffy.rewards.pool import Outcome
 from luffy.rewards.worker import describe
 from luffy.schema import build
+from luffy.types import Problem  # of the items: imported before the limits of the first one begin
 
 BATCH_NAMES = ("prompts", "completions", "completion_ids")
 SAMPLE_NAMES = ("response", "problem")
@@ -59,23 +60,14 @@ class OwnFunction:
             return self._scores_of_batch(items)
         if self.form.is_async:
             return self._wait_for(self._all(items))
-        return [self._outcome(self._function(i.response, i.problem.answer, i.problem)) for i in items]
+        return [outcome_of(self._path, self._function(i.response, i.problem.answer, i.problem)) for i in items]
 
     def _scores_of_batch(self, items: Sequence[Answered]) -> list[Outcome]:
         returned = self._function(**self._arguments(items))
         values = list(self._wait_for(returned) if self.form.is_async else returned)
         if len(values) != len(items):
             raise ValueError(f"{self._path} returned {len(values)} scores for {len(items)} completions")
-        return [self._checked(value) for value in values]
-
-    def _checked(self, value: object) -> Outcome:
-        try:
-            return self._outcome(value)
-        except (TypeError, ValueError) as error:
-            return Outcome("error", message=describe(error))
-
-    def _outcome(self, value: object) -> Outcome:
-        return NOT_SCORED if value is None else Outcome("ok", (finite_number(self._path, value), "ok"))
+        return [outcome_of(self._path, value) for value in values]
 
     async def _all(self, items: Sequence[Answered]) -> list[Outcome]:
         return await asyncio.gather(*map(self._one, items))
@@ -84,7 +76,8 @@ class OwnFunction:
         limit = asyncio.timeout(self._timeout_s)
         try:
             async with limit:
-                return self._outcome(await self._function(item.response, item.problem.answer, item.problem))
+                value = await self._function(item.response, item.problem.answer, item.problem)
+                return outcome_of(self._path, value)
         except MemoryError:
             raise
         except Exception as error:
@@ -96,7 +89,7 @@ class OwnFunction:
         """The arguments of TRL that the function takes."""
         ids = [item.token_ids for item in items]
         given = columns(items) | {
-            "prompts": [prompt_of(item) for item in items],
+            "prompts": [prompt_of(item.problem) for item in items],
             "completions": [_completion(item) for item in items],
         }
         if all(of_item is not None for of_item in ids):
@@ -151,8 +144,6 @@ def load(
 ) -> Callable[[Sequence[Answered] | None], Form | list[tuple[Any, ...]]]:
     """Scorer for a worker; called with None it returns the function's form. Outcomes are plain tuples, which are
     unpickled three times as fast."""
-    import luffy.types  # noqa: F401 - of the items: before the limits of the first one begin
-
     own = OwnFunction(path, with_settings(resolve(path), settings), timeout_s)
     return lambda items: own.form if items is None else list(map(tuple, own.outcomes(items)))
 
@@ -182,6 +173,14 @@ def form_of(path: str, function: RewardFunction) -> Form:
     return Form(bool(of_batch), is_async)
 
 
+def outcome_of(path: str, value: object) -> Outcome:
+    """What the reward ``path`` gave for a sample."""
+    try:
+        return NOT_SCORED if value is None else Outcome("ok", (finite_number(path, value), "ok"))
+    except (TypeError, ValueError) as error:
+        return Outcome("error", message=describe(error))
+
+
 def finite_number(path: str, value: object) -> float:
     """A float of any finite number (numpy and one-element tensors too); strings and NaN are errors."""
     if not hasattr(value, "__float__"):
@@ -208,9 +207,9 @@ def row_of(item: Answered) -> dict[str, Any]:
     return own | {"id": problem.id, "answer": problem.answer}
 
 
-def prompt_of(item: Answered) -> str | list[dict[str, str]]:
+def prompt_of(problem: Problem) -> str | list[dict[str, str]]:
     """Prompt as text, or as chat messages with ``role`` and ``content``."""
-    prompt = item.problem.prompt
+    prompt = problem.prompt
     return prompt if isinstance(prompt, str) else [{"role": m.role, "content": m.content} for m in prompt]
 
 

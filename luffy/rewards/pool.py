@@ -24,7 +24,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
@@ -157,7 +157,7 @@ class WorkerProcess:
             os.close(self._lifeline)
 
 
-class WorkerPool:
+class WorkerPool(AbstractContextManager["WorkerPool"]):
     """Calls ``module:function`` on items in killable processes.
 
     ``map([(1, 2), (3, 4)])`` returns the outcomes of ``function(1, 2)`` and ``function(3, 4)``, in order.
@@ -186,9 +186,6 @@ class WorkerPool:
         self._at_once = 1  # items in a message, as long as there are enough for all workers
         self._workers = [WorkerProcess(self._setup, timeout_s) for _ in range(workers)]
         atexit.register(self.close)
-
-    def __enter__(self) -> WorkerPool:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

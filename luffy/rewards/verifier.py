@@ -13,6 +13,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -177,7 +178,7 @@ def each(form: Form, call: Sequence[Answered], of_call: Outcome) -> list[Outcome
     return [of_call] * len(call)
 
 
-class Verifier:
+class Verifier(AbstractContextManager["Verifier"]):
     """Scores responses; ``counts`` tallies the statuses of everything scored so far."""
 
     def __init__(
@@ -188,9 +189,6 @@ class Verifier:
         self._lock = threading.Lock()
         self._warned: set[tuple[str, str]] = set()
         self.counts: Counter[str] = Counter()
-
-    def __enter__(self) -> Verifier:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -60,7 +60,7 @@ def first_round(
         score_traces=partial(run.trace_rewards, group.task),
         round=number,
         settings=run.cfg.guidance.gate.settings,
-        text_of=lambda ids: decode(run.tokenizer, [list(ids)])[0],
+        text_of=partial(text_of, run),
         with_hint=partial(hinted_task, run, group.task, draw.position, too_long),
         recalled=recalled(run, draw),
     )
@@ -97,7 +97,7 @@ def gate_metrics(run: Run, gate: Gate, groups: Sequence[Group], gated: int, too_
     if not gate.uses_hints:
         return metrics
     levels = [{rollout.task.hint for rollout in group.rollouts} for group in groups]
-    highest = run.world.most(max((level for group in levels for level in group), default=0))
+    highest = max(run.world.gather(max((level for group in levels for level in group), default=0)))
     hinted = [s for g in groups for r, s in zip(g.rollouts, g.scores, strict=True) if r.task.hint]
     return metrics | {
         "method/hints_too_long": Sum(too_long),
@@ -108,7 +108,8 @@ def gate_metrics(run: Run, gate: Gate, groups: Sequence[Group], gated: int, too_
     }
 
 
-Text = Callable[[Sequence[int]], str]
+def text_of(run: Run, ids: Sequence[int]) -> str:
+    return decode(run.tokenizer, [list(ids)])[0]
 
 
 def answer_probs(run: Run, tasks: Sequence[Task]) -> list[tuple[float, ...]]:
@@ -127,8 +128,7 @@ def answer_probs(run: Run, tasks: Sequence[Task]) -> list[tuple[float, ...]]:
 def answer_place(run: Run, ids: tuple[int, ...], answer: str) -> tuple[tuple[int, ...], int]:
     """The trace up to the end of the last place where it writes the answer, and where the answer's tokens begin. A
     trace that does not write it gets it in place of its end token."""
-    text_of: Text = lambda part: decode(run.tokenizer, [list(part)])[0]  # noqa: E731
-    place = last_place(ids, answer.strip(), text_of)
+    place = last_place(ids, answer.strip(), partial(text_of, run))
     if place is not None:
         start, end = place
         return ids[:end], start
@@ -136,7 +136,7 @@ def answer_place(run: Run, ids: tuple[int, ...], answer: str) -> tuple[tuple[int
     return (*body, *run.tokenizer(answer, add_special_tokens=False)["input_ids"]), len(body)
 
 
-def last_place(ids: Sequence[int], words: str, text_of: Text) -> tuple[int, int] | None:
+def last_place(ids: Sequence[int], words: str, text_of: Callable[[Sequence[int]], str]) -> tuple[int, int] | None:
     """The shortest range of tokens that holds the last occurrence of some words; None where there is none."""
     if not words or words not in text_of(ids):
         return None

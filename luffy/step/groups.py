@@ -54,7 +54,7 @@ def _judged(rollouts: Sequence[Episode], verifier: Verifier, tokenizer: Any) -> 
 
 def verified(responses: Sequence[tuple[Task, Sequence[int]]], verifier: Verifier, tokenizer: Any) -> list[Score]:
     """The scores of responses, each with its task and its token ids."""
-    texts = decode(tokenizer, [list(ids) for _, ids in responses])
+    texts = decode(tokenizer, [ids for _, ids in responses])
     return verifier.score(
         [(task.problem, text, ids, task.in_thought) for (task, ids), text in zip(responses, texts, strict=True)]
     )

@@ -33,28 +33,28 @@ from luffy.types import Author, Demonstration, Episode, EpisodeOutcome, Finish, 
 @dataclass(frozen=True, eq=False)
 class Success:
     """A response of the policy's own that solved its problem: the log-probs it was drawn with, the step of that, which
-    tokens an environment wrote (None: none of them), its prompt if that had more than the task's (None: it had not),
-    and what the environment gave for it."""
+    tokens an environment wrote, its prompt if that had more than the task's (else nothing), and what the environment
+    gave for it."""
 
     token_ids: Tensor  # [T] int32
     log_probs: Tensor  # [T] float32
     step: int
-    replies: Tensor | None = None  # [T] bool
-    prompt_ids: Tensor | None = None  # [P] int32
+    replies: Tensor  # [T] bool
+    prompt_ids: Tensor  # [P] int32
     reward: float | None = None
 
     @staticmethod
     def of(episode: Episode, task: Task, step: int) -> Success:
         """An episode of the task that solved it."""
         seen = episode.task.prompt_ids
-        prompt = None if seen == task.prompt_ids else torch.tensor(seen, dtype=torch.int32)
+        prompt = torch.tensor(() if seen == task.prompt_ids else seen, dtype=torch.int32)
         reward = None if episode.outcome is None else episode.outcome.reward
         ids, log_probs = episode.token_ids.int(), episode.behavior_log_probs
-        return Success(ids, log_probs, step, episode.replies, prompt, reward)
+        return Success(ids, log_probs, step, episode.authors == Author.ENVIRONMENT, prompt, reward)
 
     def seen(self, task: Task) -> Task:
         """The task with the prompt that it had."""
-        return task if self.prompt_ids is None else replace(task, prompt_ids=tuple(self.prompt_ids.tolist()))
+        return replace(task, prompt_ids=tuple(self.prompt_ids.tolist())) if self.prompt_ids.numel() else task
 
     def episode(self, task: Task) -> Episode:
         """The response, whole, as one to a task."""
@@ -64,8 +64,8 @@ class Success:
     @property
     def as_trace(self) -> Demonstration:
         """The response as a trace, to be replayed as one."""
-        replies = () if self.replies is None else tuple(spans(self.replies))
-        return Demonstration(tuple(self.token_ids.tolist()), tuple(self.log_probs.tolist()), replies)
+        ids, log_probs = tuple(self.token_ids.tolist()), tuple(self.log_probs.tolist())
+        return Demonstration(ids, log_probs, tuple(spans(self.replies)))
 
 
 @dataclass(frozen=True)
@@ -173,9 +173,9 @@ class Replay:
             "responses": torch.tensor([(row, s.step, s.token_ids.numel()) for row, s in every], dtype=torch.long),
             "token_ids": torch.cat([torch.empty(0, dtype=torch.int32), *(s.token_ids for _, s in every)]),
             "log_probs": torch.cat([torch.empty(0), *(s.log_probs for _, s in every)]),
-            "replies": torch.cat([torch.empty(0, dtype=torch.bool), *map(_replies_of, (s for _, s in every))]),
-            "prompts": torch.tensor([0 if s.prompt_ids is None else len(s.prompt_ids) for _, s in every]),
-            "prompt_ids": torch.cat([torch.empty(0, dtype=torch.int32), *(_prompt_of(s) for _, s in every)]),
+            "replies": torch.cat([torch.empty(0, dtype=torch.bool), *(s.replies for _, s in every)]),
+            "prompts": torch.tensor([len(s.prompt_ids) for _, s in every]),
+            "prompt_ids": torch.cat([torch.empty(0, dtype=torch.int32), *(s.prompt_ids for _, s in every)]),
             "rewards": torch.tensor([math.nan if s.reward is None else s.reward for _, s in every]),
         }
         if not state["replies"].any():
@@ -198,24 +198,15 @@ class Replay:
             nowhere, none = torch.zeros(sum(lengths), dtype=torch.bool), torch.zeros(len(lengths), dtype=torch.long)
             streams = (state[name].split(lengths) for name in ("token_ids", "log_probs"))
             masks = state.get("replies", nowhere).split(lengths)
-            prompts = state.get("prompt_ids", none[:0]).split(state.get("prompts", none).tolist())
+            prompts = state.get("prompt_ids", none[:0].int()).split(state.get("prompts", none).tolist())
             rewards = state.get("rewards", none * math.nan).tolist()
             for (row, step, _), ids, log_probs, mask, prompt, reward in zip(
                 responses, *streams, masks, prompts, rewards, strict=True
             ):
-                replies, seen = mask.clone() if mask.any() else None, prompt.clone() if prompt.numel() else None
                 given_by = None if math.isnan(reward) else reward
-                success = Success(ids.clone(), log_probs.clone(), step, replies, seen, given_by)
+                success = Success(ids.clone(), log_probs.clone(), step, mask.clone(), prompt.clone(), given_by)
                 self.problems[row].successes.append(success)
         self.problems = {row: remembered for row, remembered in self.problems.items() if remembered.successes}
-
-
-def _replies_of(success: Success) -> Tensor:
-    return torch.zeros_like(success.token_ids, dtype=torch.bool) if success.replies is None else success.replies
-
-
-def _prompt_of(success: Success) -> Tensor:
-    return torch.empty(0, dtype=torch.int32) if success.prompt_ids is None else success.prompt_ids
 
 
 def _rows(state: Mapping[str, Tensor], name: str) -> list[Any]:
@@ -225,12 +216,8 @@ def _rows(state: Mapping[str, Tensor], name: str) -> list[Any]:
 def least_entropy(successes: Sequence[Success], entropies: Sequence[Tensor]) -> Success:
     """The response whose mean entropy under the policy is least, of the tokens that no environment wrote; of equals the
     oldest."""
-
-    def mean(pair: tuple[Success, Tensor]) -> float:
-        replies, entropy = _replies_of(pair[0]), pair[1]
-        return float(entropy[~replies].mean())
-
-    return min(zip(successes, entropies, strict=True), key=mean)[0]
+    pairs = zip(successes, entropies, strict=True)
+    return min(pairs, key=lambda pair: float(pair[1][~pair[0].replies].mean()))[0]
 
 
 FINISHES: tuple[Finish | None, ...] = (

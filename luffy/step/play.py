@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import compress
 from typing import Any
@@ -26,7 +27,7 @@ Response = tuple[int, Task, Tensor | list[int]]  # its number, the task, its tok
 DECODED_AT_ONCE = 64
 
 
-class EarlyScores:
+class EarlyScores(AbstractContextManager["EarlyScores"]):
     """One thread decodes responses, a part at a time, another scores all that were decoded while it was busy."""
 
     def __init__(self, verifier: Verifier, tokenizer: Any) -> None:
@@ -35,9 +36,6 @@ class EarlyScores:
         self._decoded: deque[tuple[int, Task, str]] = deque()
         self._calls: list[Future[None]] = []
         self._scores: dict[int, Score] = {}
-
-    def __enter__(self) -> EarlyScores:
-        return self
 
     def __exit__(self, *_: object) -> None:
         for thread in self._threads:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -158,35 +158,31 @@ class MemoryCheck:
         names = self.tensors.keys()
         if any(name.startswith("replay/") for name in names):
             self._replay()
-        if "experts" in names:
-            self._rows("experts", 2, flat=True)
-        for row, trace in self._rows("lessons", 2):
+        self._tensor("experts", "whole", 2)
+        for row, trace in self._tensor("lessons", "whole", None, 2).tolist():
             self._require("lessons", self._is_row(row) and trace >= 0 and self._is_prefix(row, trace, 0))
         if any(name.startswith("under_way/") for name in names):
             self._under_way()
 
     def _replay(self) -> None:
-        self._rows("replay/begun", 1, flat=True, required=True)
-        retired = self.tensors.get("replay/retired", torch.empty(0, dtype=torch.long))
-        whole = not retired.is_floating_point() and not retired.is_complex() and retired.ndim == 1
-        self._require("replay/retired", whole and all(map(self._is_row, retired.tolist())))
-        known = {row: solved for row, solved in self._rows("replay/problems", 2)}
+        self._tensor("replay/begun", "whole", 1, required=True)
+        retired = self._tensor("replay/retired", "whole", None).tolist()
+        self._require("replay/retired", all(map(self._is_row, retired)))
+        known = dict(self._tensor("replay/problems", "whole", None, 2).tolist())
         self._require("replay/problems", all(self._is_row(row) and solved > 0 for row, solved in known.items()))
-        responses = self._rows("replay/responses", 3)
+        responses = self._tensor("replay/responses", "whole", None, 3).tolist()
         self._require("replay/responses", all(r in known and step >= 0 and n > 0 for r, step, n in responses))
         tokens = sum(length for *_, length in responses)
         self._streams("replay/", tokens)
-        replies = self.tensors.get("replay/replies", torch.zeros(tokens, dtype=torch.bool))
-        self._require("replay/replies", replies.shape == (tokens,) and replies.dtype == torch.bool)
-        prompts = self._rows("replay/prompts", len(responses), flat=True) or [0] * len(responses)
+        self._tensor("replay/replies", "bool", tokens)
+        prompts = self._tensor("replay/prompts", "whole", len(responses)).tolist()
         self._require("replay/prompts", min(prompts, default=0) >= 0)
         self._ids("replay/prompt_ids", sum(prompts))
-        rewards = self.tensors.get("replay/rewards", torch.empty(len(responses)))
-        self._require("replay/rewards", rewards.shape == (len(responses),) and rewards.is_floating_point())
+        self._tensor("replay/rewards", "float", len(responses))
 
     def _under_way(self) -> None:
-        responses = self._rows("under_way/responses", 5, required=True)
-        problems = self._rows("under_way/problems", 4, required=True)
+        responses = self._tensor("under_way/responses", "whole", None, 5, required=True).tolist()
+        problems = self._tensor("under_way/problems", "whole", None, 4, required=True).tolist()
         fits = all(self._is_row(row) and min(visit, step) >= 0 and count > 0 for row, visit, step, count in problems)
         self._require("under_way/problems", fits and sum(count for *_, count in problems) == len(responses))
         owners = [row for row, _, _, count in problems for _ in range(count)]
@@ -198,8 +194,7 @@ class MemoryCheck:
 
     def _outcomes(self, counts: Sequence[int]) -> None:
         """Nothing, or one of each response, of each problem in which any has one."""
-        stored = self.tensors.get("under_way/outcomes", torch.empty(0, dtype=torch.uint8))
-        self._require("under_way/outcomes", stored.dtype == torch.uint8 and stored.ndim == 1)
+        self._tensor("under_way/outcomes", "whole", None)
         try:
             outcomes = outcomes_of(under_prefix(self.tensors, "under_way/"), len(counts))
         except (ValueError, TypeError, ConfigError, RecursionError):
@@ -209,32 +204,33 @@ class MemoryCheck:
         self._require("under_way/outcomes", fits)
 
     def _streams(self, prefix: str, tokens: int, *more: str) -> None:
-        """Token ids, log-probs and ``more`` of all responses, end to end; what has no elements is not saved."""
-        nothing = torch.empty(0, dtype=torch.long)
-        for name in ("log_probs", *more):
-            stream = self.tensors.get(prefix + name, nothing)
-            whole = not stream.is_floating_point() and not stream.is_complex()
-            self._require(prefix + name, stream.shape == (tokens,) and (whole or name == "log_probs"))
-        self._ids(prefix + "token_ids", tokens)
-        log_probs = self.tensors.get(prefix + "log_probs", nothing)
+        """Token ids, log-probs and ``more`` of all responses, end to end."""
+        log_probs = self._tensor(prefix + "log_probs", "float", tokens, required=tokens > 0)
         wrong = log_probs.isinf() | (log_probs > ROUNDING)  # NaN: an engine does not know them
-        self._require(prefix + "log_probs", (log_probs.is_floating_point() or not tokens) and not wrong.any())
+        self._require(prefix + "log_probs", not wrong.any())
+        for name in more:
+            self._tensor(prefix + name, "whole", tokens, required=tokens > 0)
+        self._ids(prefix + "token_ids", tokens)
 
     def _ids(self, name: str, tokens: int) -> None:
         """Token ids of the vocabulary."""
-        ids = self.tensors.get(name, torch.empty(0, dtype=torch.long))
-        whole = not ids.is_floating_point() and not ids.is_complex() and ids.shape == (tokens,)
-        self._require(name, whole and bool(((ids >= 0) & (ids < self.vocabulary)).all()))
+        ids = self._tensor(name, "whole", tokens, required=tokens > 0)
+        self._require(name, bool(((ids >= 0) & (ids < self.vocabulary)).all()))
 
-    def _rows(self, name: str, columns: int, flat: bool = False, required: bool = False) -> list[Any]:
-        """Rows of a table of whole numbers; with ``flat`` a single row."""
+    def _tensor(
+        self, name: str, kind: Literal["whole", "float", "bool"], *shape: int | None, required: bool = False
+    ) -> Tensor:
+        """The tensor of that name, of whole numbers, floats or truth values (bool) and of this shape (None: of any
+        size); what has no elements is not saved, so one that is missing is empty."""
         tensor = self.tensors.get(name)
         if tensor is None:
             self._require(name, not required)
-            return []
-        whole = not tensor.is_floating_point() and not tensor.is_complex() and tensor.dtype != torch.bool
-        self._require(name, whole and tensor.shape[-1:] == (columns,) and tensor.ndim == (1 if flat else 2))
-        return tensor.tolist()
+            return torch.empty(0)
+        is_bool, is_float = tensor.dtype == torch.bool, tensor.is_floating_point()
+        kinds = {"bool": is_bool, "float": is_float, "whole": not (is_bool or is_float or tensor.is_complex())}
+        sizes = [None if wanted is None else size for size, wanted in zip(tensor.shape, shape, strict=False)]
+        self._require(name, kinds[kind] and tensor.ndim == len(shape) and sizes == list(shape))
+        return tensor
 
     def _is_prefix(self, row: int, trace: int, tokens: int) -> bool:
         """Whether a problem has a trace of this number with so many tokens; -1 is none."""

@@ -87,7 +87,7 @@ def load_training_tasks(cfg: Config, encoder: Encoder, *, sft: bool) -> TaskSet:
     vocabulary = _exceeded_vocabulary(cfg.model, encoder)
     usable, with_traces, with_hints = [], 0, 0
     prompt_hashes = array("Q")
-    for index, task in enumerate(encoder.encode_all(problems[i] for i in range(len(problems)))):
+    for index, task in enumerate(encoder.encode_all(problems)):
         if task is None or (sft and not task.demonstrations):
             continue
         usable.append(index)
@@ -190,7 +190,7 @@ def load_problems_of(cfg: Config, path: Any, split: str, *, limit: int | None, r
     """The problems of a file of the run, read as its config says."""
     d = cfg.data
     return load_problems(
-        list(path) if isinstance(path, tuple) else path,
+        path,
         split,
         schema=d.format,
         columns=d.columns or None,

@@ -24,7 +24,7 @@ def hold_out_traces(cfg: Config, tasks: TaskSet, encoder: Encoder) -> tuple[Task
     left, held = take_out(tasks, cfg.eval.hold_out) if cfg.eval.hold_out else (tasks, [])
     if cfg.data.eval_traces is not None:
         problems = load_problems_of(cfg, cfg.data.eval_traces, cfg.data.eval_split, limit=None, require_answer=False)
-        read = [task for task in encoder.encode_all(problems[i] for i in range(len(problems))) if task is not None]
+        read = [task for task in encoder.encode_all(problems) if task is not None]
         if not any(task.demonstrations for task in read):
             raise DataError(f"no problem of data.eval_traces ({cfg.data.eval_traces}) has a trace that can be used")
         held = [*held, *read]

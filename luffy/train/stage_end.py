@@ -9,13 +9,12 @@ from pathlib import Path
 
 from luffy.config.stages import StageKnobs
 from luffy.distributed.world import World
+from luffy.metrics import training_seconds
 from luffy.run_folder.layout import METRICS
 from luffy.run_folder.recorder import read_json_lines
 from luffy.run_folder.stages import Ending, Span, read_stages
 from luffy.schema import to_dict
 from luffy.train.held_out import loss_of
-
-SECONDS = ("timing_s/step", "timing_s/eval", "timing_s/save")
 
 
 @dataclass
@@ -32,8 +31,8 @@ class StageEnd:
     def of(cls, span: Span, world: World, folder: Path, through_step: int) -> StageEnd:
         """As it was after a step of the run."""
         rows = world.on_main(lambda: read_json_lines(folder / METRICS, step=int))
-        kept = [row for row in rows if span.first < row["step"] <= through_step]
-        return cls(span, world, folder, sum(row.get(name, 0.0) for row in kept for name in SECONDS))
+        spent = sum(training_seconds(row) for row in rows if span.first < row["step"] <= through_step)
+        return cls(span, world, folder, spent)
 
     @property
     def knobs(self) -> StageKnobs:
@@ -42,7 +41,7 @@ class StageEnd:
     def note(self, step: int, values: Mapping[str, float]) -> None:
         """Count the seconds of a step on record; an evaluation before the first step is not the stage's."""
         if step > self.span.first:
-            self.spent += sum(values.get(name, 0.0) for name in SECONDS)
+            self.spent += training_seconds(values)
 
     def is_out_of_time(self, step_seconds: float) -> bool:
         limit = self.knobs.seconds

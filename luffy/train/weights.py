@@ -15,7 +15,7 @@ from torch import nn
 
 from luffy.config import Config, ModelConfig
 from luffy.distributed.replica import on_host
-from luffy.errors import ConfigError, UserError, how_to_install
+from luffy.errors import ConfigError, UserError, needing
 from luffy.models.forward import causal_lm
 from luffy.models.load import load_model, make_savable
 from luffy.rollout.policy_weights import tensors_of
@@ -38,10 +38,8 @@ def load_policy(cfg: ModelConfig, device: str) -> nn.Module:
 
 
 def add_adapters(model: nn.Module, cfg: ModelConfig) -> nn.Module:
-    try:
+    with needing("'model.lora' needs peft", "peft", ConfigError):
         import peft
-    except ImportError:
-        raise ConfigError(f"'model.lora' needs peft; install it with: {how_to_install('peft')}") from None
     assert cfg.lora is not None
     lora = cfg.lora
     targets = lora.target_modules if isinstance(lora.target_modules, str) else list(lora.target_modules)
@@ -82,10 +80,9 @@ def _check_tied(adapted: nn.Module) -> None:
 
 def load_weights(cfg: Config, method: str, place: str, checkpoint: Checkpoint | None) -> nn.Module:
     """The model to train: the config's, or a checkpoint's if that is of the same method and kind of model."""
-    if checkpoint is not None:
-        check_same_kind(cfg, method, checkpoint)
     if checkpoint is None:
         return load_policy(cfg.model, place)
+    check_same_kind(cfg, method, checkpoint)
     if cfg.model.lora is None:
         return load_policy(replace(cfg.model, path=str(checkpoint.model)), place)
     model = load_policy(cfg.model, place)

@@ -196,7 +196,7 @@ def test_workers_of_ray_in_place_of_lost_ones_go_on_whatever_resume_was_asked_fo
 
 def test_a_world_of_one_gives_back_what_it_gets():
     world = World()
-    assert world.gather(5) == [5] and world.from_main("x") == "x" and world.most(3) == 3 and world.is_main
+    assert world.gather(5) == [5] and world.from_main("x") == "x" and world.is_main
     assert world.merge({"a": Mean(6.0, 3)}) == {"a": Mean(6.0, 3)}
     with pytest.raises(UserError, match="mistake"):
         world.on_main(lambda: (_ for _ in ()).throw(UserError("mistake")))

@@ -16,7 +16,8 @@ from luffy.types import Author, EpisodeOutcome
 
 
 def success(*ids, step=0):
-    return Success(torch.tensor(ids, dtype=torch.int32), torch.full((len(ids),), -0.5), step)
+    tokens, nowhere = torch.tensor(ids, dtype=torch.int32), torch.zeros(len(ids), dtype=torch.bool)
+    return Success(tokens, torch.full((len(ids),), -0.5), step, nowhere, tokens[:0])
 
 
 def begun_replay(n=4, **settings):
