@@ -43,6 +43,7 @@ from luffy.types import (
     Message,
     Request,
     Score,
+    Task,
     is_drawn,
     spans,
 )
@@ -136,7 +137,7 @@ class Seat:
 
     @cached_property
     def replies(self) -> list[Span]:
-        """Of the environment, recorded in what the episode begins with."""
+        """Where the environment's replies are recorded in what the episode begins with."""
         return spans(self.given.authors == Author.ENVIRONMENT)
 
     @property
@@ -158,6 +159,19 @@ class Seat:
         """What is recorded behind the turn that was replayed; nothing behind the last one."""
         end = next((end for start, end in self.replies if start == self.replayed), 0)
         return self.given.token_ids[self.replayed : end]
+
+    def anew(self, task: Task) -> Seat:
+        """The seat of an episode that the environment did not answer as recorded: one of an earlier step is drawn anew,
+        which counts as a fault; one that only begins with a trace becomes one of the policy's own."""
+        given = self.given
+        assert given.sampling is not None
+        if not self.drawn_before:
+            taken = 0 if given.finish == "trace" else given.length  # a whole trace took no tokens of the limit
+            own = replace(given.sampling, max_tokens=given.sampling.max_tokens + taken)
+            return Seat(self.number, unwritten(task, given.seed, own), trace_left_out=True)
+        faults = [DIFFERS, *(fault for fault in self.faults if fault == DIFFERS)]
+        fresh = replace(as_planned(given), task=task)
+        return Seat(self.number, fresh, faults=faults, trace_left_out=self.trace_left_out)
 
     def outcome(self, end: str, message: str) -> EpisodeOutcome:
         return EpisodeOutcome(
@@ -369,26 +383,13 @@ class Table(AbstractContextManager["Table"]):
             self._begin_anew(seat)
 
     def _begin_anew(self, seat: Seat) -> None:
-        """The environment does not answer as the record says. An episode of an earlier step is drawn anew, which counts
-        as a fault; one that only begins with a trace becomes one of the policy's own."""
-        episode, task = seat.given, self._tasks[seat.number]
-        if episode.sampling is None:  # there is nothing to draw it with
+        """The environment does not answer as the record says."""
+        if seat.given.sampling is None:  # there is nothing to draw it with
             self._end(seat, DIFFERS)
             return
         self._close(seat)
-        if seat.drawn_before:
-            fresh = replace(as_planned(episode), task=task)
-            faults = [DIFFERS, *(fault for fault in seat.faults if fault == DIFFERS)]
-            new = Seat(seat.number, fresh, faults=faults, trace_left_out=seat.trace_left_out)
-        else:
-            own = replace(episode.sampling, max_tokens=episode.sampling.max_tokens + self._taken(episode))
-            new = Seat(seat.number, unwritten(task, episode.seed, own), trace_left_out=True)
-        self.seats[seat.number] = new
+        self.seats[seat.number] = new = seat.anew(self._tasks[seat.number])
         self._start(new)
-
-    def _taken(self, episode: Episode) -> int:
-        """Tokens of the limit that a prefix took; a whole trace took none."""
-        return 0 if episode.finish == "trace" else episode.length
 
     # --- the end ---
 

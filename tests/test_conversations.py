@@ -959,3 +959,45 @@ def test_a_trace_that_was_left_out_in_one_part_is_so_in_all(environment):
     (ended,) = played(rules, Continuing(TOKENIZER, adds), [replace(cut, task=task)], 2)
     assert ended.outcome.trace_left_out and ended.outcome.end == "answer"
     assert ended.outcome.faults == ("differs",) * hasattr(environment, "first")
+
+
+def test_an_episode_that_ended_in_an_earlier_step_keeps_what_its_environment_said():
+    """It waits for another one of its group."""
+    rules = make_rules(Scored)
+    task = rules.encoder.encode(make_problem("observe"))
+    start = unwritten(task, 3, Sampling(400))
+    (ended,) = played(rules, Continuing(TOKENIZER, adds), [start], 1)
+    waited = replace(ended, task=task)  # as it comes from memory
+    ((group,), engine) = play_turns(rules, adds, [], planned=[(waited, replace(start, seed=4))])
+    first, second = group.rollouts
+    assert first.task == ended.task == second.task != task == group.task
+    assert first.outcome == ended.outcome and {request.seed for request in engine.requests} == {4}
+    assert [score.value for score in group.scores] == [1.0, 1.0]
+
+
+def test_an_episode_that_is_drawn_anew_begins_with_its_trace_again():
+    class Second(Sums):
+        def add(self, a: int, b: int) -> int:
+            """Add two numbers.
+
+            Args:
+                a: one
+                b: the other
+            """
+            return a + b if (a, b) == (2, 3) else type(self).opened
+
+    rules = make_rules(Second)
+    trace = Trace(messages=(
+        Message("assistant", "First:", (ToolCall("add", {"a": 2, "b": 3}),)), Message("tool", "5", name="add"),
+        Message("assistant", "It is 9."),
+    ))  # fmt: skip
+    task = rules.encoder.encode(make_problem(traces=(trace,)))
+    (whole,), planner = task.demonstrations, Planner(1, 1, Sampling(400), None, "first", 0)
+    start = planner.planned(task, whole, whole.replies[0][0], 3)
+    write = lambda text: "Done." if text.count("<tool_response>") > 1 else call_text("add", a=5, b=4)  # noqa: E731
+    turn = len(TOKENIZER(call_text("add", a=5, b=4))["input_ids"]) + 1
+    (cut,) = played(rules, Continuing(TOKENIZER, write), [start], 1, budget=turn + 2)
+    assert cut.finish is None and spelled(cut.token_ids).endswith("assistant\nDo")
+    (ended,) = played(rules, Continuing(TOKENIZER, write), [replace(cut, task=task)], 2)
+    assert ended.outcome.faults == ("differs",) and ended.outcome.end == "answer"
+    assert ended.prefix == start.prefix > 0 and (ended.versions[ended.authors == Author.POLICY] == 2).all()
