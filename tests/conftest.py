@@ -6,6 +6,7 @@ import functools
 import gc
 import json
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,6 +29,10 @@ if TYPE_CHECKING:
 # A busy machine is not a failure; and CI draws the same examples every time.
 settings.register_profile("luffy", deadline=None, derandomize="CI" in os.environ)
 settings.load_profile("luffy")
+
+# A shell has what it starts in the background ignore Ctrl-C, and children inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 STUDIES = tuple(Path(__file__).parent / folder for folder in ("studies", "benchmarks"))
