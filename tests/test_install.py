@@ -48,7 +48,7 @@ def test_the_wheel_holds_every_file_and_works_from_another_folder(tmp_path):
 def test_advice_names_extras_that_exist():
     extras = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
     sources = "".join(path.read_text() for path in (ROOT / "luffy").rglob("*.py"))
-    advised = set(re.findall(r"how_to_install\([\"'](\w+)[\"']\)", sources))
+    advised = set(re.findall(r"(?:how_to_install\(|needing\(\"[^\"]+\", )[\"'](\w+)[\"']", sources))
     assert (
         advised == {"environments", "peft", "qlora", "ray", "reasoning_gym", "search", "trl", "verifiers", "vllm"}
         and advised | {"wandb"} <= extras

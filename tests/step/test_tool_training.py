@@ -1,5 +1,6 @@
 """Runs whose episodes have an environment: what is learned, and that nothing depends on who was faster."""
 
+import json
 import random
 import time
 from dataclasses import replace
@@ -272,7 +273,8 @@ def test_outcomes_that_do_not_fit_are_refused_in_one_line(make_talking):
     tensors = Checkpoint(checkpoint).tensors()
     memory = under_prefix(tensors, "memory/")
     MemoryCheck(memory, checkpoint, 12, 1000, None).run()
-    for odd in (b"[", b"[[]]", b"7", b"[[7]]", b'[[{"end": 3, "reward": "x"}]]', b"[" * 9999):
+    too_few = json.dumps([[None]] * len(memory["under_way/problems"])).encode()
+    for odd in (b"[", b"[[]]", b"7", b"[[7]]", b'[[{"end": 3, "reward": "x"}]]', b"[" * 9999, too_few):
         memory["under_way/outcomes"] = torch.tensor(list(odd), dtype=torch.uint8)
         with pytest.raises(UserError, match="its memory/under_way/outcomes does not fit this run") as error:
             MemoryCheck(memory, checkpoint, 12, 1000, None).run()
