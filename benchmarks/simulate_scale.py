@@ -113,7 +113,7 @@ def update_plan(cluster: Cluster) -> StepPlan | None:
     )  # no copy for rollouts, hence the width
     gpu = cluster.trainer
     ways = [replace(plan, hybrid=hybrid) for hybrid in (False, True) if not hybrid or plan.machines > 1]
-    ways = [way for way in ways if memory(way, gpu) < 0.8 * gpu.usable * gpu.memory]
+    ways = [way for way in ways if memory(way) < 0.8 * gpu.usable * gpu.memory]
     ways += [replace(way, gathered_once=True) for way in ways if fits_gathered(way, gpu)]
     return min(ways, key=lambda way: sum(_parts(way, cluster, way.tokens / way.gpus)), default=None)
 
