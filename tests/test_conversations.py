@@ -875,14 +875,7 @@ def test_an_episode_in_parts_is_the_one_that_was_never_cut(budget, environment):
 @pytest.mark.parametrize("ratio", [0.5, 1.0])
 def test_an_episode_in_parts_that_begins_with_a_trace(ratio):
     rules = make_rules(Scored)
-    trace = Trace(messages=(
-        Message("assistant", "First:", (ToolCall("add", {"a": 2, "b": 3}),)), Message("tool", "5", name="add"),
-        Message("assistant", "It is 9."),
-    ))  # fmt: skip
-    task = rules.encoder.encode(make_problem(traces=(trace,)))
-    (demonstration,) = task.demonstrations
-    planner = Planner(1, 1, Sampling(400), None, "first", 0)
-    start = planner.planned(task, demonstration, int(ratio * len(demonstration.token_ids)), 3)
+    start, _ = guided(rules, make_trace(), ratio)
     (whole,) = played(rules, Continuing(TOKENIZER, adds), [start], 1)
     part, steps = played_in_parts(rules, adds, start, 11)
     assert (part.token_ids.tolist(), part.authors.tolist()) == (whole.token_ids.tolist(), whole.authors.tolist())
@@ -947,16 +940,10 @@ def test_a_trace_that_was_left_out_in_one_part_is_so_in_all(environment):
             return f" ({next(self.first)})" if hasattr(self, "first") else None
 
     rules = make_rules(Wrong)
-    trace = Trace(messages=(
-        Message("assistant", "First:", (ToolCall("add", {"a": 2, "b": 3}),)), Message("tool", "6", name="add"),
-        Message("assistant", "It is 9."),
-    ))  # fmt: skip
-    task = rules.encoder.encode(make_problem(traces=(trace,)))
-    (whole,), planner = task.demonstrations, Planner(1, 1, Sampling(400), None, "first", 0)
-    start = planner.planned(task, whole, len(whole.token_ids), 3)
+    start, _ = guided(rules, make_trace(first_reply="6"), 1.0)
     (cut,) = played(rules, Continuing(TOKENIZER, adds), [start], 1, budget=5)
     assert cut.finish is None and cut.outcome.trace_left_out and cut.trace is None
-    (ended,) = played(rules, Continuing(TOKENIZER, adds), [replace(cut, task=task)], 2)
+    (ended,) = played(rules, Continuing(TOKENIZER, adds), [replace(cut, task=start.task)], 2)
     assert ended.outcome.trace_left_out and ended.outcome.end == "answer"
     assert ended.outcome.faults == ("differs",) * hasattr(environment, "first")
 
@@ -987,17 +974,11 @@ def test_an_episode_that_is_drawn_anew_begins_with_its_trace_again():
             return a + b if (a, b) == (2, 3) else type(self).opened
 
     rules = make_rules(Second)
-    trace = Trace(messages=(
-        Message("assistant", "First:", (ToolCall("add", {"a": 2, "b": 3}),)), Message("tool", "5", name="add"),
-        Message("assistant", "It is 9."),
-    ))  # fmt: skip
-    task = rules.encoder.encode(make_problem(traces=(trace,)))
-    (whole,), planner = task.demonstrations, Planner(1, 1, Sampling(400), None, "first", 0)
-    start = planner.planned(task, whole, whole.replies[0][0], 3)
+    start, _ = guided(rules, make_trace(), 0.5)
     write = lambda text: "Done." if text.count("<tool_response>") > 1 else call_text("add", a=5, b=4)  # noqa: E731
     turn = len(TOKENIZER(call_text("add", a=5, b=4))["input_ids"]) + 1
     (cut,) = played(rules, Continuing(TOKENIZER, write), [start], 1, budget=turn + 2)
     assert cut.finish is None and spelled(cut.token_ids).endswith("assistant\nDo")
-    (ended,) = played(rules, Continuing(TOKENIZER, write), [replace(cut, task=task)], 2)
+    (ended,) = played(rules, Continuing(TOKENIZER, write), [replace(cut, task=start.task)], 2)
     assert ended.outcome.faults == ("differs",) and ended.outcome.end == "answer"
     assert ended.prefix == start.prefix > 0 and (ended.versions[ended.authors == Author.POLICY] == 2).all()

@@ -317,16 +317,16 @@ def state_of(problems: Sequence[InFlight]) -> dict[str, Tensor]:
     state = {
         "problems": torch.tensor([(p.row, p.visit, p.step, len(p.responses)) for p in problems]),
         **{name: torch.cat([getattr(p, name) for p in problems]) for name in ("responses", *STREAMS)},
-        "outcomes": torch.tensor(list(outcomes.encode()), dtype=torch.uint8),
+        "outcomes": torch.tensor(bytearray(outcomes.encode()), dtype=torch.uint8),
     }
     return {name: tensor for name, tensor in state.items() if tensor.numel()}
 
 
 def outcomes_of(state: Mapping[str, Tensor], problems: int) -> list[tuple[EpisodeOutcome | None, ...]]:
-    """The outcomes of each problem in a `state_of`. Raises ValueError or ConfigError where they cannot be read."""
+    """The outcomes of each problem in a `state_of`. Raises ValueError or TypeError where they cannot be read."""
     if "outcomes" not in state:
         return [()] * problems
-    read = json.loads(bytes(state["outcomes"].tolist()))
+    read = json.loads(state["outcomes"].to(torch.uint8).numpy().tobytes())
     return [tuple(None if one is None else build(EpisodeOutcome, one) for one in of_problem) for of_problem in read]
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from luffy.config import Config
 from luffy.distributed.state import read_tensors, shard_whole
-from luffy.errors import ConfigError, UserError
+from luffy.errors import UserError
 from luffy.models.forward import causal_lm, text_config
 from luffy.run_folder.checkpoint import Checkpoint
 from luffy.run_folder.saved_state import REMEDY, Progress
@@ -197,7 +197,7 @@ class MemoryCheck:
         self._tensor("under_way/outcomes", "whole", None)
         try:
             outcomes = outcomes_of(under_prefix(self.tensors, "under_way/"), len(counts))
-        except (ValueError, TypeError, ConfigError, RecursionError):
+        except (ValueError, TypeError, RecursionError):
             outcomes = []
         lengths = [len(of_problem) for of_problem in outcomes]
         fits = len(lengths) == len(counts) and all(n in (0, count) for n, count in zip(lengths, counts, strict=True))
