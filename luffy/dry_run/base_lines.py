@@ -9,7 +9,7 @@ import torch
 
 from luffy.config import Config
 from luffy.data import ProblemSampler
-from luffy.dry_run.base_model import PAGE, PROBLEMS, RARE, SECONDS, TRIES, Found, case_of, measure
+from luffy.dry_run.base_model import NEVER, PAGE, PROBLEMS, RARE, SECONDS, TRIES, Found, measure
 from luffy.dry_run.place import Place
 from luffy.errors import UserError
 from luffy.models.load import DTYPES, model_folder, slow_dtype
@@ -67,6 +67,8 @@ def said(found: Found) -> list[str]:
             f"tokens of {found.traces} traces: probability {float(found.probs.mean()):.2f} in the mean, "
             f"{found.unlikely:.1%} of them unlikely (below {RARE:g})"
         )
-    case = case_of(found.solved_share, found.unlikely, found.has_traces)
+    if found.never:
+        parts.append(f"{found.never} of these traces have a token below {NEVER:f}".rstrip("0"))
+    case = found.case
     advice = [] if case is None else [f"method     {case.when}: {case.take} ({PAGE}; luffy compare tries it)"]
     return [f"base       {'; '.join(parts)}", *advice]

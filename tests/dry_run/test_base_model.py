@@ -1,7 +1,9 @@
 """What the base does before training: the same numbers as its own samples and log-probs, and no more than was asked."""
 
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -11,6 +13,7 @@ from luffy.dry_run.base_model import (
     CASES,
     CLOSE,
     FAR,
+    NEW,
     NO_TRACES,
     PROBLEMS,
     RARE,
@@ -18,6 +21,7 @@ from luffy.dry_run.base_model import (
     SOME,
     STUCK,
     TRIES,
+    Found,
     case_of,
     measure,
 )
@@ -53,6 +57,8 @@ def test_probabilities_are_those_of_the_models_own_forward_pass(make_config):
             expected += [probs[len(task.prompt_ids) - 1 + i, t] for i, t in enumerate(demo.token_ids)]
     assert torch.allclose(found.probs, torch.stack(expected), atol=1e-5) and found.traces == 3
     assert found.unlikely == float((torch.stack(expected) < 0.05).float().mean())
+    ends = np.cumsum([len(demo.token_ids) for task in some for demo in task.demonstrations])[:-1]
+    assert found.lowest.tolist() == [float(part.min()) for part in torch.tensor_split(found.probs, ends.tolist())]
     assert (found.asked, found.problems, found.has_traces) == (3, 3, True)
 
 
@@ -149,6 +155,17 @@ def test_weights_that_are_not_here_are_not_downloaded(make_config, tiny_model, t
 def test_the_case_at_its_borders(solved, unlikely, case):
     assert case_of(solved, unlikely) is case
     assert case_of(solved, unlikely, has_traces=False) is NO_TRACES
+
+
+def test_a_token_that_is_never_sampled_needs_sft_first():
+    probs, lowest = torch.tensor([0.9, 0.9, 9e-6, 2e-5, 1e-9]), torch.tensor([9e-6, 2e-5, 1e-9])
+    found = Found(2, 2, 1, True, 3, probs, lowest, ())
+    assert found.never == 2 and found.case is NEW
+    assert "; 2 of these traces have a token below 0.00001" in base_lines.said(found)[0]
+    found = replace(found, lowest=torch.tensor([9e-6, 2e-5]), traces=2)  # half of them are not most
+    assert found.never == 1 and found.case is FAR
+    assert replace(found, traces=0, probs=torch.zeros(0), lowest=torch.zeros(0)).case is None
+    assert replace(found, has_traces=False).case is NO_TRACES
 
 
 def test_the_page_has_the_same_table_and_numbers():
