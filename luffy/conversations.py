@@ -192,7 +192,7 @@ class Table(AbstractContextManager["Table"]):
         self.rules, self.version, self.count, self.budget = rules, version, count, budget
         self.seats = [_seat(i, episode) for i, episode in enumerate(episodes)]
         self._tasks = [episode.task for episode in episodes]  # without what an environment says first
-        self.most, self.longest = len(self.seats), rules.longest
+        self.most, self.longest = min(len(self.seats), rules.cfg.at_once), rules.longest
         self._workers = Workers(rules.cfg.at_once, rules.cfg.timeout_s)
         self._waiting = list(reversed(self.seats))
         self._open = 0  # environments

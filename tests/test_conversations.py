@@ -468,6 +468,19 @@ def test_at_most_so_many_environments_are_open_and_all_are_closed():
     assert opened.count(False) == 3 and len(opened) == 12 and Counted.live == 0
 
 
+@pytest.mark.parametrize(("at_once", "most"), [(3, 3), (4, 4), (64, 4)])
+def test_the_engine_keeps_room_for_as_many_episodes_as_are_open(at_once, most):
+    class Watched(ScriptedEngine):
+        def serve(self, source):
+            self.most = source.most
+            super().serve(source)
+
+    rules = make_rules(at_once=at_once)
+    engine, task = Watched(TOKENIZER, adds), rules.encoder.encode(make_problem())
+    assert len(played(rules, engine, [unwritten(task, seed, Sampling(400)) for seed in range(4)], 1)) == 4
+    assert engine.most == most
+
+
 def test_environments_are_closed_when_the_run_is_stopped():
     Sums.opened = Sums.closed = 0
 

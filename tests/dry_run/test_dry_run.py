@@ -4,14 +4,17 @@ import json
 import math
 import re
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
 from builders import write_rows
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from luffy.config import EnvironmentConfig
 from luffy.dry_run import check, dry_run, first_step, times
 from luffy.dry_run.cost import Gpu, Model, StepPlan
+from luffy.dry_run.lines import engine_line
 from luffy.dry_run.memory import Work, kept_parts, memory_needs
 from luffy.dry_run.models import OtherModels, model_shape
 from luffy.dry_run.times import gathers_once
@@ -233,6 +236,13 @@ def test_the_engine_and_its_slots(make_config):
     assert said({"slots": None}, gpu="h200") == "native, 1,024 slots"
     assert said({"engine": "vllm"}).startswith("vLLM, in this process, 24 slots, ")
     assert said({"engine": f"{__name__}:my_engine"}) == f"{__name__}:my_engine, mismatch correction off"
+
+
+@pytest.mark.parametrize(("at_once", "few"), [(24, ""), (23, "; at most 23 episodes at once (environment.at_once)")])
+def test_a_limit_on_episodes_that_leaves_slots_empty_is_said(make_config, at_once, few):
+    plain, chain = make_config(rollout={"slots": 24}), EnvironmentConfig(name="chain", at_once=at_once)
+    cfg = replace(plain, data=replace(plain.data, style="chat"), environment=chain)
+    assert engine_line(cfg, "rl", None, on_gpu=False) == f"native, 24 slots{few}"
 
 
 @pytest.mark.parametrize("gpu", [None, "h200"])
