@@ -38,16 +38,16 @@ def plan_line(cfg: Config, batch: list[Task], plan: list[tuple[Episode, ...]] | 
 
 
 def engine_line(cfg: Config, method: str, model_config: Any, on_gpu: bool) -> str:
-    """The engine, its slots, the correction of its mismatch, and a limit on episodes that leaves slots empty."""
+    """The engine, its slots, and the correction of its mismatch."""
     r, e, slots = cfg.rollout, cfg.environment, engine_slots(cfg, on_gpu)
-    few = f"; at most {e.at_once} episodes at once (environment.at_once)" if e is not None and e.at_once < slots else ""
+    sized = f"{slots:,} slots" + (" (environment.at_once)" if e is not None and slots == e.at_once else "")
     if r.engine == "native" or method == "sft":
-        return f"native, {slots:,} slots{few}"
+        return f"native, {sized}"
     corrected = f"mismatch correction {cfg.algorithm.mismatch_correction}"
     if r.engine != "vllm":
-        return f"{r.engine}, {corrected}{few}"
+        return f"{r.engine}, {corrected}"
     where = f"{len(r.vllm.servers)} server(s)" if r.vllm.servers else "in this process"
-    return f"vLLM, {where}, {slots} slots, {context_of(cfg, model_config)} tokens of context, {corrected}{few}"
+    return f"vLLM, {where}, {sized}, {context_of(cfg, model_config)} tokens of context, {corrected}"
 
 
 def update_line(cfg: Config, method: str, steps: int) -> str:

@@ -62,9 +62,10 @@ def gpu_named(name: str) -> Gpu:
 
 
 def engine_slots(cfg: Config, on_gpu: bool) -> int:
-    """Sequences that the engine decodes at once."""
+    """Sequences that the engine decodes at once; no more episodes than environments may be open."""
     most = VLLM_SLOTS if cfg.rollout.engine == "vllm" else default_slots("cuda" if on_gpu else "cpu")
-    return cfg.rollout.slots or most
+    slots = cfg.rollout.slots or most
+    return slots if cfg.environment is None else min(slots, cfg.environment.at_once)
 
 
 def no_gpu_notice(cfg: Config) -> str:

@@ -238,11 +238,11 @@ def test_the_engine_and_its_slots(make_config):
     assert said({"engine": f"{__name__}:my_engine"}) == f"{__name__}:my_engine, mismatch correction off"
 
 
-@pytest.mark.parametrize(("at_once", "few"), [(24, ""), (23, "; at most 23 episodes at once (environment.at_once)")])
-def test_a_limit_on_episodes_that_leaves_slots_empty_is_said(make_config, at_once, few):
+@pytest.mark.parametrize(("at_once", "slots"), [(25, "24 slots"), (23, "23 slots (environment.at_once)")])
+def test_a_limit_on_episodes_leaves_slots_empty(make_config, at_once, slots):
     plain, chain = make_config(rollout={"slots": 24}), EnvironmentConfig(name="chain", at_once=at_once)
     cfg = replace(plain, data=replace(plain.data, style="chat"), environment=chain)
-    assert engine_line(cfg, "rl", None, on_gpu=False) == f"native, 24 slots{few}"
+    assert engine_line(cfg, "rl", None, on_gpu=False) == f"native, {slots}"
 
 
 @pytest.mark.parametrize("gpu", [None, "h200"])
