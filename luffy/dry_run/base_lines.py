@@ -68,7 +68,7 @@ def said(found: Found) -> list[str]:
             f"{found.unlikely:.1%} of them unlikely (below {RARE:g})"
         )
     if found.never:
-        parts.append(f"{found.never} of these traces have a token below {NEVER:f}".rstrip("0"))
+        parts[-1] += f", {found.never:.2%} never sampled (below {NEVER:f}".rstrip("0") + ")"
     case = found.case
     advice = [] if case is None else [f"method     {case.when}: {case.take} ({PAGE}; luffy compare tries it)"]
     return [f"base       {'; '.join(parts)}", *advice]

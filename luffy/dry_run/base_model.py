@@ -35,6 +35,7 @@ FEW, MANY = 0.05, 0.5  # of the problems, solved: so few, and so many
 RARE = 0.05  # a token with a lower probability is unlikely to the base
 UNLIKELY = 0.05  # traces with such a fraction of unlikely tokens are
 NEVER = 1e-5  # a token with a lower probability is hardly ever sampled, and RL with traces hardly raises it
+NEW_TOKENS = 0.002  # traces with such a fraction of these tokens teach something new
 
 
 class TimeUp(Exception):
@@ -44,7 +45,7 @@ class TimeUp(Exception):
 @dataclass(frozen=True)
 class Found:
     """``solved`` of ``problems``, those that were sampled in time out of ``asked``. ``probs``: of the tokens of so many
-    ``traces``, if the data has any; ``lowest``: the lowest of each trace. ``scores``: of all samples."""
+    ``traces``, if the data has any. ``scores``: of all samples."""
 
     asked: int
     problems: int
@@ -52,7 +53,6 @@ class Found:
     has_traces: bool
     traces: int
     probs: torch.Tensor
-    lowest: torch.Tensor
     scores: tuple[Score, ...]
 
     @property
@@ -62,16 +62,19 @@ class Found:
     @property
     def unlikely(self) -> float | None:
         """The fraction of tokens below RARE; None if no trace was measured."""
-        return float((self.probs < RARE).float().mean()) if self.traces else None
+        return self._below(RARE) if self.traces else None
 
     @property
-    def never(self) -> int:
-        """How many traces have a token below NEVER."""
-        return int((self.lowest < NEVER).sum())
+    def never(self) -> float:
+        """The fraction of tokens below NEVER."""
+        return self._below(NEVER) if self.traces else 0.0
+
+    def _below(self, limit: float) -> float:
+        return float((self.probs < limit).float().mean())
 
     @property
     def case(self) -> Case | None:
-        return case_of(self.solved_share, self.unlikely, self.has_traces, self.never / max(self.traces, 1))
+        return case_of(self.solved_share, self.unlikely, self.has_traces, self.never)
 
 
 def measure(cfg: Config, method: str, tasks: TaskSet, some: Sequence[Task]) -> Found:
@@ -93,9 +96,8 @@ def measure(cfg: Config, method: str, tasks: TaskSet, some: Sequence[Task]) -> F
     groups = _answered(cfg, tasks, asked, model, FIRST_WAVE[device], look) if asked else []
     solved = sum(any(cfg.reward.solved(score.value) for score in group.scores) for group in groups)
     probs = torch.cat([torch.zeros(0), *likely])
-    lowest = torch.tensor([float(of_trace.min()) for of_trace in likely])
     scores = tuple(score for group in groups for score in group.scores)
-    return Found(len(asked), len(groups), solved, tasks.report["with_traces"] > 0, len(likely), probs, lowest, scores)
+    return Found(len(asked), len(groups), solved, tasks.report["with_traces"] > 0, len(likely), probs, scores)
 
 
 def _trace_probs(
@@ -145,17 +147,16 @@ FAR = Case(
 SOME = Case(f"between {FEW:.0%} and {MANY:.0%} solved", "traces only for failed problems: `ampo`, `ghpo`, `relift`")
 STUCK = Case(f"at most {FEW:.0%} solved", "traces in the group: `luffy`; or `sft_rl`")
 NO_TRACES = Case("no traces", "`on_policy`, `dapo`, `maxrl`")
-NEW = Case("most traces have a token below 0.00001", "SFT first: `sft_rl`")
-CASES = (NEW, CLOSE, FAR, SOME, STUCK, NO_TRACES)
+NEW = Case(f"at least {NEW_TOKENS:.1%} of tokens below 0.00001", "SFT first: `sft_rl`")
+CASES = (NO_TRACES, NEW, CLOSE, FAR, SOME, STUCK)
 
 
 def case_of(solved: float | None, unlikely: float | None, has_traces: bool = True, never: float = 0.0) -> Case | None:
     """The case of a base that solves the fraction ``solved`` of the problems and finds the fraction ``unlikely`` of the
-    traces' tokens so; the fraction ``never`` of the traces has a token that it hardly ever samples. None if a fraction
-    that decides is not known."""
+    traces' tokens so, and the fraction ``never`` of them out of reach; None if a fraction that decides is not known."""
     if not has_traces:
         return NO_TRACES
-    if never > 0.5:
+    if never >= NEW_TOKENS:
         return NEW
     if solved is None:
         return None

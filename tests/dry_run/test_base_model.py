@@ -3,7 +3,6 @@
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -57,8 +56,6 @@ def test_probabilities_are_those_of_the_models_own_forward_pass(make_config):
             expected += [probs[len(task.prompt_ids) - 1 + i, t] for i, t in enumerate(demo.token_ids)]
     assert torch.allclose(found.probs, torch.stack(expected), atol=1e-5) and found.traces == 3
     assert found.unlikely == float((torch.stack(expected) < 0.05).float().mean())
-    ends = np.cumsum([len(demo.token_ids) for task in some for demo in task.demonstrations])[:-1]
-    assert found.lowest.tolist() == [float(part.min()) for part in torch.tensor_split(found.probs, ends.tolist())]
     assert (found.asked, found.problems, found.has_traces) == (3, 3, True)
 
 
@@ -157,14 +154,16 @@ def test_the_case_at_its_borders(solved, unlikely, case):
     assert case_of(solved, unlikely, has_traces=False) is NO_TRACES
 
 
-def test_a_token_that_is_never_sampled_needs_sft_first():
-    probs, lowest = torch.tensor([0.9, 0.9, 9e-6, 2e-5, 1e-9]), torch.tensor([9e-6, 2e-5, 1e-9])
-    found = Found(2, 2, 1, True, 3, probs, lowest, ())
-    assert found.never == 2 and found.case is NEW
-    assert "; 2 of these traces have a token below 0.00001" in base_lines.said(found)[0]
-    found = replace(found, lowest=torch.tensor([9e-6, 2e-5]), traces=2)  # half of them are not most
-    assert found.never == 1 and found.case is FAR
-    assert replace(found, traces=0, probs=torch.zeros(0), lowest=torch.zeros(0)).case is None
+def test_tokens_that_are_never_sampled_need_sft_first():
+    probs = torch.tensor([0.9] * 997 + [0.9, 9e-6, 1e-9])
+    found = Found(2, 2, 1, True, 3, probs, ())
+    assert found.never == pytest.approx(0.002) and found.case is NEW
+    assert base_lines.said(found)[0].endswith("unlikely (below 0.05), 0.20% never sampled (below 0.00001)")
+    assert replace(found, probs=probs.clip(min=8e-6)).case is NEW
+    found = replace(found, probs=torch.cat([probs, torch.ones(1)]))  # a little less
+    assert found.case is CLOSE and "0.20% never sampled" in base_lines.said(found)[0]
+    assert replace(found, probs=probs.clip(min=1.1e-5)).never == 0
+    assert replace(found, traces=0, probs=torch.zeros(0)).case is None
     assert replace(found, has_traces=False).case is NO_TRACES
 
 
