@@ -63,12 +63,11 @@ def said(found: Found) -> list[str]:
         of = f"solves {found.solved} of {found.problems} problems" if found.problems else "no problem was finished"
         parts.append(f"{of} with {TRIES} samples each" + (f" in {SECONDS:g} s" if found.problems < found.asked else ""))
     if found.unlikely is not None:
+        never = f", {found.never:.2%} never sampled (below {NEVER:.5f})" if found.never else ""
         parts.append(
             f"tokens of {found.traces} traces: probability {float(found.probs.mean()):.2f} in the mean, "
-            f"{found.unlikely:.1%} of them unlikely (below {RARE:g})"
+            f"{found.unlikely:.1%} of them unlikely (below {RARE:g}){never}"
         )
-    if found.never:
-        parts[-1] += f", {found.never:.2%} never sampled (below {NEVER:f}".rstrip("0") + ")"
     case = found.case
     advice = [] if case is None else [f"method     {case.when}: {case.take} ({PAGE}; luffy compare tries it)"]
     return [f"base       {'; '.join(parts)}", *advice]

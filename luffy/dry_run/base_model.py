@@ -147,7 +147,7 @@ FAR = Case(
 SOME = Case(f"between {FEW:.0%} and {MANY:.0%} solved", "traces only for failed problems: `ampo`, `ghpo`, `relift`")
 STUCK = Case(f"at most {FEW:.0%} solved", "traces in the group: `luffy`; or `sft_rl`")
 NO_TRACES = Case("no traces", "`on_policy`, `dapo`, `maxrl`")
-NEW = Case(f"at least {NEW_TOKENS:.1%} of tokens below 0.00001", "SFT first: `sft_rl`")
+NEW = Case(f"at least {NEW_TOKENS:.1%} of tokens below {NEVER:.5f}", "SFT first: `sft_rl`")
 CASES = (NO_TRACES, NEW, CLOSE, FAR, SOME, STUCK)
 
 

@@ -17,7 +17,6 @@ import math
 import shutil
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -140,15 +139,13 @@ def known(results: Path) -> dict[str, dict[str, Any]]:
 
 def table(results: Path) -> list[str]:
     """Of each method the mean over its seeds; the standard error is over the test problems."""
-    found = defaultdict(list)
-    for name, row in known(results).items():
-        found[name.rpartition("-s")[0] or name].append(row)
+    found = known(results)
     lines = [
         "|method|seeds|accuracy %|by seed|episodes with a valid call %|turns|tokens|",
         "|---|--:|--:|--:|--:|--:|--:|",
     ]
     for method in (BASE, *METHODS):
-        if rows := found[method]:
+        if rows := [found[name] for name in (method, *(f"{method}-s{seed}" for seed in SEEDS)) if name in found]:
             accuracies = np.array([[int(digit) for digit in row["right"]] for row in rows]) / EVALUATION["k"] * 100
             by_problem = accuracies.mean(axis=0)
             error = by_problem.std(ddof=1) / math.sqrt(len(by_problem))

@@ -86,7 +86,7 @@ def called_well(trace: Row) -> bool:
 
 def write_asked(source: Path, out: Path) -> int:
     rows = [json.loads(line) for line in source.read_text(encoding="utf-8").splitlines()]
-    out.write_text("".join(json.dumps(asked(*pair[::-1])) + "\n" for pair in enumerate(rows)), encoding="utf-8")
+    out.write_text("".join(json.dumps(asked(row, place)) + "\n" for place, row in enumerate(rows)), encoding="utf-8")
     return len(rows)
 
 

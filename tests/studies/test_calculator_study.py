@@ -74,7 +74,7 @@ def test_each_run_is_trained_then_tested_and_once_alone(study):
 
 
 def test_the_table_has_a_line_for_each_method(tmp_path):
-    rows = [("luffy-s0", "40", 0.0), (BASE, "00", 0.5), ("luffy-s1", "44", 1.0)]
+    rows = [("luffy-s1", "44", 1.0), (BASE, "00", 0.5), ("luffy-s0", "40", 0.0)]
     lines = [dict(name=n, right=right, called=called, turns=2, tokens=10) for n, right, called in rows]
     (tmp_path / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert table(tmp_path / "results.jsonl")[2:] == [
